@@ -1,0 +1,1 @@
+"""The judge: runs one workload on two implementations, compares bits and explains."""

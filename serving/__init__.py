@@ -1,0 +1,1 @@
+"""A small serving engine that cuts, caches, drafts, rolls back, moves and pads requests."""
