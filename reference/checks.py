@@ -1,8 +1,17 @@
 """Refusals that both sides share: what an argument must look like, said by name, got and expected."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from reference.config import EngramConfig
+
+INTEGERS = (torch.int32, torch.int64)
 
 
 def check_tensor(
@@ -36,3 +45,159 @@ def check_tensor(
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected [{', '.join(map(str, shape))}]")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: got device {value.device}, expected {device}")
+
+
+def check_token_map(token_map: object, config: EngramConfig) -> np.ndarray:
+    """Refuse a token map that is no map into [0, W) or lacks the pad token; give it as int32 `[V]`.
+
+    Raises:
+        TypeError: not a 1-D array of integers.
+        ValueError: an entry outside [0, W), or no entry for the pad token.
+    """
+    array = token_map.cpu().numpy() if isinstance(token_map, torch.Tensor) else np.asarray(token_map)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(f"token_map: got {array.dtype} of shape {array.shape}, expected integers [V]")
+    size = config.engram_compressed_vocab_size
+    outside = np.flatnonzero((array < 0) | (array >= size))
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"token_map: got {array[at]} for token {at}, expected compressed ids in [0, {size})")
+    if len(array) <= config.engram_pad_token_id:
+        raise ValueError(
+            f"token_map: got {len(array)} ids, expected one for the pad token {config.engram_pad_token_id}"
+        )
+    return array.astype(np.int32)
+
+
+def check_block_size(block_size: int | None, *, slot_cache: bool) -> None:
+    """Refuse a block size that is not a positive int; None is for the stateless way."""
+    if block_size is None and not slot_cache:
+        return
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size: got {block_size!r}, expected an int >= 1 (None only without a slot cache)")
+
+
+def check_step(
+    device: torch.device,
+    lookback: int,
+    slot_cache: bool,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    dead_mask: torch.Tensor,
+    lookback_token_ids: torch.Tensor,
+    lookback_dead_mask: torch.Tensor,
+    slot_mapping: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Refuse step tensors of wrong shape, dtype or device; reads no values, so it never waits for a device.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it is and what was expected.
+    """
+    check_tensor("input_ids", input_ids, ("T",), INTEGERS, device)
+    tokens = input_ids.shape[0]
+    check_tensor("positions", positions, (tokens,), INTEGERS, device)
+    check_tensor("query_start_loc", query_start_loc, ("R+1",), INTEGERS, device)
+    requests = query_start_loc.shape[0] - 1
+    if requests < 0:
+        raise ValueError("query_start_loc: got 0 entries, expected R + 1, the first being 0")
+    check_tensor("dead_mask", dead_mask, (tokens,), (torch.bool,), device)
+    check_tensor("lookback_token_ids", lookback_token_ids, (requests, lookback), INTEGERS, device)
+    check_tensor("lookback_dead_mask", lookback_dead_mask, (requests, lookback), (torch.bool,), device)
+    for name, value, shape in (
+        ("slot_mapping", slot_mapping, (tokens,)),
+        ("block_table", block_table, ("R'", "blocks")),
+    ):
+        if slot_cache:
+            check_tensor(name, value, shape, INTEGERS, device)
+        elif value is not None:
+            raise ValueError(f"{name}: got a tensor, expected None in the stateless way")
+
+
+def check_step_values(
+    vocabulary: int,
+    block_size: int | None,
+    slots: int,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    dead_mask: torch.Tensor,
+    lookback_token_ids: torch.Tensor,
+    lookback_dead_mask: torch.Tensor,
+    slot_mapping: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Refuse a caller's error in the values of a step, for the tokens that belong to a request.
+
+    Args:
+        vocabulary: V, token ids lie in [0, V).
+        block_size: B of the slot way.
+        slots: S of the slot way.
+
+    Raises:
+        ValueError: naming the argument, the index, what it is and what was expected.
+    """
+    bounds = query_start_loc.cpu().numpy().astype(np.int64)
+    if bounds[0] != 0 or (np.diff(bounds) < 0).any() or bounds[-1] > input_ids.shape[0]:
+        raise ValueError(
+            f"query_start_loc: got {bounds.tolist()}, expected it to start at 0, never to fall and to end by T "
+            f"{input_ids.shape[0]}"
+        )
+    live, lengths = int(bounds[-1]), np.diff(bounds)
+    request = np.repeat(np.arange(len(lengths)), lengths)
+    ids, place = (tensor[:live].cpu().numpy() for tensor in (input_ids, positions))
+    _check_range("input_ids", ids, 0, vocabulary)
+    starts = bounds[:-1][request]
+    chunk_start = place[starts] if live else place
+    want = chunk_start + (np.arange(live) - starts)
+    _check_range("positions", chunk_start, 0, 2**63 - 1)
+    if (wrong := np.flatnonzero(place != want)).size:
+        at = int(wrong[0])
+        raise ValueError(f"positions: got {place[at]} at {at}, expected {want[at]}: consecutive within a request")
+    window = lookback_token_ids.cpu().numpy()[lengths > 0]
+    _check_range("lookback_token_ids", window.reshape(-1), None, vocabulary)
+    if slot_mapping is None or block_table is None or block_size is None:
+        return
+    written = slot_mapping[:live].cpu().numpy()
+    _check_range("slot_mapping", written, -1, slots)
+    _check_shared_slots(written, np.where(dead_mask[:live].cpu().numpy(), -1, ids))
+    if live and request[-1] >= block_table.shape[0]:
+        raise ValueError(f"block_table: got {block_table.shape[0]} rows, expected one for request {request[-1]}")
+    table = block_table.cpu().numpy()
+    first = np.flatnonzero(lengths > 0)  # only these requests read; each reads behind its chunk start
+    for column in range(window.shape[1]):
+        behind = place[bounds[first]].astype(np.int64) - 1 - column
+        reads = (behind >= 0) & (window[:, column] < 0)
+        _check_blocks(table, first[reads], behind[reads], block_size, slots)
+
+
+def _check_range(name: str, values: np.ndarray, low: int | None, high: int) -> None:
+    outside = values >= high if low is None else (values < low) | (values >= high)
+    if outside.any():
+        at = int(np.flatnonzero(outside)[0])
+        least = "" if low is None else f"{low} <= "
+        raise ValueError(f"{name}: got {values[at]} at {at}, expected {least}value < {high}")
+
+
+def _check_shared_slots(slots: np.ndarray, held: np.ndarray) -> None:
+    order = np.argsort(slots, kind="stable")
+    slots, held = slots[order], held[order]
+    clash = (slots[1:] == slots[:-1]) & (slots[1:] >= 0) & (held[1:] != held[:-1])
+    if clash.any():
+        at = int(np.flatnonzero(clash)[0])
+        raise ValueError(
+            f"slot_mapping: got slot {slots[at]} for tokens {order[at]} and {order[at + 1]}, which differ; expected "
+            "tokens that write one slot in a step to hold the same id"
+        )
+
+
+def _check_blocks(table: np.ndarray, rows: np.ndarray, position: np.ndarray, block_size: int, slots: int) -> None:
+    column = position // block_size
+    if (past := column >= table.shape[1]).any():
+        at = int(np.flatnonzero(past)[0])
+        raise ValueError(
+            f"block_table: got {table.shape[1]} columns, expected one for position {position[at]} of request {rows[at]}"
+        )
+    block = table[rows, column].astype(np.int64)
+    _check_range("block_table", block, 0, max(slots // block_size, 0))
