@@ -248,12 +248,13 @@ def test_hole_and_empty_text_share_the_empty_key() -> None:
     assert (token_map.tolist(), size) == ([0, 1, 2, 1, 1, 1], 3)
 
 
-def test_tokenizer_whose_length_does_not_cover_its_ids_is_refused() -> None:
+@pytest.mark.parametrize("last", [3, 5])
+def test_tokenizer_whose_length_does_not_cover_its_ids_is_refused(last: int) -> None:
     """A vocabulary with holes has a length below its largest id + 1: the ids past the length would have no entry."""
-    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 5}, unk_token="a"))
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": last}, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     assert len(tokenizer) == 3
-    with pytest.raises(ValueError, match=r"got id 5 \('c'\) with len\(tokenizer\) 3, expected every id below"):
+    with pytest.raises(ValueError, match=rf"got id {last} \('c'\) with len\(tokenizer\) 3, expected every id below"):
         build_token_map(tokenizer)
 
 
