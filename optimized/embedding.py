@@ -24,9 +24,11 @@ def lookup(
     local_heads: int | None = None,
     background: bool = False,
 ) -> torch.Tensor:
-    """Look rows up: out[t, j] = bf16(e4m3(weight[row]) * 2^(scales[row] - 127)), row = ids[t, head_start + j] - first_row.
+    """Look rows up, decoded and rounded once to bfloat16.
 
-    An id outside [first_row, first_row + rows) gives a zero row, so does a column at or past C; neither reads the table.
+        out[t, j] = e4m3(weight[row]) * 2^(scales[row] - 127),   row = ids[t, head_start + j] - first_row
+
+    An id outside [first_row, first_row + rows) gives a zero row, so does a column past C; neither reads the table.
     One variant is compiled for all sizes and windows of a table width, id dtype and kind of lookup.
 
     Args:
@@ -157,8 +159,8 @@ def _lookup_kernel(
 def _bfloat16_bits(code, byte):
     """Give the bits of bf16(e4m3(code) * 2^(byte - 127)), exact and without a subnormal float32 on the way.
 
-    From byte 10 on, the product is a normal float32 (or infinity) of which bfloat16 keeps every bit. Below, it is taken times
-    2^133, so that bfloat16's smallest step is 1, and rounded to whole steps as it meets 2^23.
+    From byte 10 on, the product is a normal float32 (or infinity) of which bfloat16 keeps every bit. Below, it is taken
+    times 2^133, so that bfloat16's smallest step is 1, and rounded to whole steps as it meets 2^23.
     """
     magnitude = code & 0x7F
     # laid over float16, which has a bit more of exponent, a code counts 2^-8 times its value, subnormal or not

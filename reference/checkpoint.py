@@ -48,8 +48,8 @@ class Checkpoint:
     """List the tensors of a checkpoint and read rows of them.
 
     Args:
-        path: a safetensors file; or a directory, of which `model.safetensors.index.json` names the files, and where there is
-            none, every `*.safetensors` in it counts.
+        path: a safetensors file; or a directory, of which `model.safetensors.index.json` names the files, and where
+            there is none, every `*.safetensors` in it counts.
 
     Attributes:
         entries: name -> Entry.
@@ -99,7 +99,7 @@ class Checkpoint:
             file.seek(entry.offset + first_row * row_bytes)
             for part in flat.split(_CHUNK):
                 host = part if part.device.type == "cpu" else torch.empty(part.numel(), dtype=torch.uint8)
-                rest = memoryview(host.numpy())
+                rest = memoryview(host.numpy().data)
                 while rest:
                     count = file.readinto(rest)
                     if not count:
@@ -137,7 +137,8 @@ def _read_header(path: Path) -> dict[str, Entry]:
 class TableShard:
     """Hold a rank's shard of a layer's table: nothing until both parts are loaded, and then just the plan's rows.
 
-    Weight and scales come in either order, from tensors (`load_weight`, `load_scales`) or from files (`load_checkpoint`).
+    Weight and scales come in either order from tensors (`load_weight`, `load_scales`), or both from files
+    (`load_checkpoint`).
 
     Args:
         plan: what the rank holds.
@@ -146,7 +147,7 @@ class TableShard:
         placement: "device", or "pinned": host memory that a CUDA device reads; changes no bit.
 
     Raises:
-        TypeError, ValueError: dim or placement that is not as said, or pinned memory for a device that is no CUDA device.
+        TypeError, ValueError: dim or placement that is not as said, or pinned memory for another device than CUDA's.
     """
 
     _lookup: ClassVar[Callable[..., torch.Tensor]]
@@ -234,9 +235,7 @@ class TableShard:
             checkpoint.read(name, rows, self.plan.first_row)
             self._parts[part] = rows
 
-    def lookup(
-        self, ids: torch.Tensor, *, out: torch.Tensor | None = None, background: bool = False
-    ) -> torch.Tensor:
+    def lookup(self, ids: torch.Tensor, *, out: torch.Tensor | None = None, background: bool = False) -> torch.Tensor:
         """Look the rank's part up: see `lookup` of this module for the formula.
 
         Args:

@@ -18,9 +18,11 @@ def lookup(
     local_heads: int | None = None,
     background: bool = False,
 ) -> torch.Tensor:
-    """Look rows up: out[t, j] = dequantize(weight[row], scales[row]), row = ids[t, head_start + j] - first_row.
+    """Look rows up, dequantized.
 
-    An id outside [first_row, first_row + rows) gives a zero row, so does a column at or past C; neither reads the table.
+        out[t, j] = dequantize(weight[row], scales[row]),   row = ids[t, head_start + j] - first_row
+
+    An id outside [first_row, first_row + rows) gives a zero row, so does a column past C; neither reads the table.
 
     Args:
         weight: [rows, dim] float8_e4m3fn, on the device of ids or in pinned host memory; dim a multiple of 32.

@@ -125,6 +125,7 @@ def dequantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         ValueError: shapes that do not belong together.
     """
     values, factors = decode_e4m3(weight), decode_ue8m0(scales)
+    _check_dim("weight", weight)
     check_tensor("scales", scales, [*weight.shape[:-1], weight.shape[-1] // BLOCK], [scales.dtype])
     blocks = values.unflatten(-1, (-1, BLOCK)) * factors.unsqueeze(-1)  # [.., dim/32, 32]
     rows = blocks.flatten(-2).to(torch.bfloat16)
@@ -147,8 +148,7 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ValueError: not two axes, dim no multiple of 32, or a value that is not finite.
     """
     check_tensor("rows", rows, ["rows", "dim"], _FLOATS)
-    if rows.shape[1] % BLOCK:
-        raise ValueError(f"rows: got dim {rows.shape[1]}, expected a multiple of {BLOCK}")
+    _check_dim("rows", rows)
     if not rows.isfinite().all():
         raise ValueError("rows: got NaN or infinity, expected finite values")
     blocks = rows.double().unflatten(1, (-1, BLOCK))  # [rows, dim/32, 32]
@@ -157,3 +157,8 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     power = torch.where(mantissa == 0, 0, power.clamp(min=-127))
     weight = encode_e4m3((blocks * torch.exp2(-power.double()).unsqueeze(2)).flatten(1).float())
     return weight, (power + 127).to(torch.uint8)
+
+
+def _check_dim(name: str, rows: torch.Tensor) -> None:
+    if rows.ndim == 0 or rows.shape[-1] % BLOCK:
+        raise ValueError(f"{name}: got shape {tuple(rows.shape)}, expected a last axis that is a multiple of {BLOCK}")

@@ -90,8 +90,8 @@ class ShardPlan:
     def combine(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put the ranks' looked-up parts together.
 
-        By heads they are laid side by side on the head axis and cut to C. By rows exactly one rank has a given row and the
-        others have zero bits: the bit patterns are added as integers, since a float sum turns -0.0 into +0.0.
+        By heads they are laid side by side on the head axis and cut to C. By rows exactly one rank has a given row and
+        the others have zero bits: the bit patterns are added as integers, as a float sum turns -0.0 into +0.0.
 
         Args:
             parts: P tensors [T, local_heads, dim] bfloat16, in rank order.
