@@ -1,0 +1,167 @@
+"""Compare implementations of Engram on real text through a serving engine; exit status 1 if anything differs."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from parity.compare import Comparison
+from parity.corpus import Corpus, encoder, read_texts
+from parity.device import choose_device
+from parity.diagnose import describe
+from parity.protocol import Implementation, load_implementation
+from parity.report import print_report
+from parity.runs import LARGE, SMALL, Run, all_runs, execute
+from parity.world import World, flash, toy
+from reference.config import EngramConfig
+from reference.token_map import load_tokenizer, token_map_for
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the main job; give the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    try:
+        device = choose_device(options.device)
+        world = load_world(options.config, options.tokenizer)
+        corpus = Corpus(read_texts(options.texts), encoder(world, options.tokenizer), world)
+        names = dict.fromkeys(["reference", *(options.impl or ["optimized"])])
+        implementations = [load_implementation(name) for name in names]
+        runs = _chosen(all_runs(world), options.run)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        parser.error(str(error))
+    size = LARGE if device.type == "cuda" else SMALL
+    rows = options.rows or size.rows
+    console.print(_header(world, implementations, device, options.seed, rows))
+
+    results: list[tuple[Run, Comparison]] = []
+    started = time.perf_counter()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,} rows"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("hash", total=rows)
+        share = -(-rows // len(runs))
+        for number, one in enumerate(runs):
+            progress.update(task, description=f"hash: {one.name}")
+            result = execute(
+                one, corpus, implementations, device,
+                size=size, rows=share, seed=1000 * options.seed + number,
+                progress=lambda count: progress.advance(task, count),
+            )  # fmt: skip
+            results.append((one, result))
+    seconds = time.perf_counter() - started
+
+    verdict = print_report(console, results)
+    for one, result in results:
+        for mismatch in result.first.values():
+            console.print(
+                describe(mismatch, one.world, _repro(options, one)), markup=False, highlight=False, soft_wrap=True
+            )
+    for reason in verdict.reasons:
+        console.print(f"NOT CLEAN  {reason}", markup=False, highlight=False, soft_wrap=True)
+    total = sum(result.rows for _, result in results)
+    columns_per_row = world.config.columns * len(world.config.engram_layer_ids)
+    whole = sum(result.whole_rows for _, result in results)
+    integers = sum(result.integer_rows for _, result in results)
+    console.print(
+        f"{total:,} live rows ({total * columns_per_row:,} ids) an implementation in {seconds:.1f} s: "
+        f"{'all equal' if verdict.clean else 'NOT CLEAN'}. Of the expected rows {whole:,} were also hashed from whole "
+        f"requests by NumPy, {integers:,} in plain integers.",
+        highlight=False,
+    )
+    return 0 if verdict.clean else 1
+
+
+def load_world(name: str, tokenizer: Path | None) -> World:
+    """Give the world of `--config`: `deepseek-v4.1-flash`, `toy`, or the path of a config.json with a tokenizer's.
+
+    Raises:
+        ValueError: the config has no Engram, needs a tokenizer, or does not fit it.
+    """
+    if tokenizer is None and name in (worlds := {"deepseek-v4.1-flash": flash, "toy": toy}):
+        return worlds[name]()
+    config = EngramConfig.deepseek_v41_flash() if name == "deepseek-v4.1-flash" else EngramConfig.load(name)
+    if config is None:
+        raise ValueError(f"config: got {name}, which has no engram_layer_ids, expected a model with Engram")
+    if tokenizer is None:
+        raise ValueError(f"tokenizer: got none for {name}, expected the directory of its tokenizer.json (--tokenizer)")
+    from optimized.token_map import build_token_map  # after choose_device: it decides how Triton runs
+
+    token_map = token_map_for(load_tokenizer(tokenizer), config, build_token_map)
+    return World(name, config, token_map, flash().image_tokens if config.vocab_size == 129280 else (0,))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
+    parser.add_argument(
+        "--impl", action="append", metavar="MODULE",
+        help="implementation to judge beside the reference: optimized (default) or a module of yours; repeatable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="auto", help="auto (cuda if there), cpu (Triton's interpreter), cuda, cuda:N"
+    )
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="the same seed is the same run everywhere")
+    parser.add_argument(
+        "--rows", type=_at_least(1), help=f"live rows, at least (cpu {SMALL.rows:,}, cuda {LARGE.rows:,})"
+    )
+    parser.add_argument("--config", default="deepseek-v4.1-flash", help="deepseek-v4.1-flash, toy, or a config.json")
+    parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer.json (default: DeepSeek V4's)")
+    parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 texts of yours")
+    parser.add_argument("--run", action="append", metavar="NAME", help="only this run of the second table; repeatable")
+    return parser
+
+
+def _at_least(least: int):  # type: ignore[no-untyped-def]
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}")
+        return value
+
+    parse.__name__ = "int"
+    return parse
+
+
+def _chosen(runs: list[Run], names: list[str] | None) -> list[Run]:
+    unknown = set(names or ()) - {run.name for run in runs}
+    if unknown:
+        raise ValueError(f"run: got {sorted(unknown)}, expected some of {[run.name for run in runs]}")
+    return [run for run in runs if names is None or run.name in names]
+
+
+def _header(world: World, implementations: list[Implementation], device: torch.device, seed: int, rows: int) -> str:
+    from triton import __version__ as triton_version
+
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, Triton's interpreter"
+    return (
+        f"engram parity: {', '.join(one.name for one in implementations)} on {where}; {world.name}, seed {seed}, "
+        f"{rows:,} rows; Python {platform.python_version()}, torch {torch.__version__}, triton {triton_version}, "
+        f"numpy {np.__version__}"
+    )
+
+
+def _repro(options: argparse.Namespace, one: Run) -> str:
+    words = ["python", "-m", "parity", "--device", options.device, "--seed", options.seed, "--config", options.config]
+    words += [word for name in options.impl or () for word in ("--impl", name)]
+    words += ["--rows", options.rows] if options.rows else []
+    words += ["--tokenizer", options.tokenizer] if options.tokenizer else []
+    words += ["--texts", *options.texts] if options.texts else []
+    return shlex.join(str(word) for word in words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The runs of the main job: every way of giving a hash state its history, on real text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from parity.compare import Comparison, Judge
+from parity.corpus import Corpus, Mix
+from parity.protocol import Implementation
+from parity.workload import Workload, run
+from parity.world import World
+from serving.engine import EngineConfig
+from serving.rng import Rng
+from serving.runner import Policy
+
+ALL = frozenset({"batch", "window", "slot", "pad"})
+# What a policy's lookbacks must come from, or the run has tested nothing of the kind. In the slot ways a window that
+# knows every id leaves nothing to the slots.
+REQUIRED_SOURCES = {
+    Policy.STATELESS: ALL - {"slot"},
+    Policy.PROMPT_ONLY: ALL,
+    Policy.KNOWN_IDS: ALL - {"slot"},
+    Policy.LAGGING: ALL,
+    Policy.SLOTS_ONLY: ALL,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Say how large the runs are: what suits the interpreter, or a GPU."""
+
+    mix: Mix
+    token_budget: int
+    max_requests: int
+    num_blocks: int
+    pad_tokens: tuple[int, ...]
+    pad_requests: tuple[int, ...]
+    rows: int
+
+
+SMALL = Size(Mix((1, 200), (1, 24), (1, 24), 16), 128, 16, 320, (16, 32, 64, 128), (4, 8, 16), 30_000)
+LARGE = Size(
+    Mix((1, 6000), (1, 48), (1, 576), 64, per_step=8),
+    16384,
+    256,
+    16384,
+    (256, 1024, 4096, 16384),
+    (16, 64, 256),
+    5_000_000,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Name one run: its world, its policy, and how the implementation is shown the step."""
+
+    name: str
+    world: World
+    policy: Policy
+    strided: bool = False
+    alike: bool = False
+    ids_dtype: torch.dtype = torch.int64
+
+
+def all_runs(world: World) -> list[Run]:
+    """List the runs: each policy once, the slots under another pad token, and tokens in disguise (law 9)."""
+    return [
+        Run("stateless", world, Policy.STATELESS, strided=True, ids_dtype=torch.int32),
+        Run("prompt only", world, Policy.PROMPT_ONLY),
+        Run("known ids", world, Policy.KNOWN_IDS, ids_dtype=torch.int32),
+        Run("lagging", world, Policy.LAGGING, strided=True),
+        Run("slots only", world, Policy.SLOTS_ONLY, ids_dtype=torch.int32),
+        Run("another pad", with_another_pad(world), Policy.LAGGING),
+        Run("tokens alike", world, Policy.SLOTS_ONLY, alike=True),
+    ]
+
+
+def with_another_pad(world: World) -> World:
+    """Give the world with a pad token whose compressed id differs from it.
+
+    The published pad token, 2, compresses to 2: there, padding with the uncompressed id goes unseen.
+    """
+    moved = [token for token, compressed in enumerate(world.token_map.tolist()) if token != compressed]
+    if not moved:
+        raise ValueError("token_map: got a map that leaves every id as it is, expected one that compresses")
+    config = replace(world.config, engram_pad_token_id=moved[len(moved) // 2])
+    return replace(world, name=f"{world.name}, pad {config.engram_pad_token_id}", config=config)
+
+
+def execute(
+    one: Run,
+    corpus: Corpus,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    *,
+    size: Size,
+    rows: int,
+    seed: int,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Comparison:
+    """Run one run until `rows` live rows were scheduled, and give what the judge saw."""
+    rng = Rng(seed)
+    engine = EngineConfig(
+        policy=one.policy,
+        block_size=size.mix.block_size,
+        num_blocks=size.num_blocks,
+        token_budget=size.token_budget,
+        max_requests=size.max_requests,
+        lookback=one.world.config.lookback,
+        num_drafts=3,
+        pad_tokens=size.pad_tokens,
+        pad_requests=size.pad_requests,
+        ids_dtype=one.ids_dtype,
+        seed=seed,
+    )
+    budgets = tuple(_budgets(rng, size.token_budget))
+    accepts = tuple(rng.below(4) for _ in range(61))
+    workload = Workload(engine, corpus.prompts(rng, size.mix), budgets, accepts, rows)
+    judge = Judge(
+        one.world,
+        implementations,
+        device,
+        seed=seed,
+        strided=one.strided,
+        disguise=one.world.alike if one.alike else None,
+    )
+    return judge.run(one.name, run(workload, one.world.vocabulary), progress)
+
+
+def _budgets(rng: Rng, most: int) -> Iterator[int]:
+    # Mostly whole budgets, now and then one that cuts a chunk short, down to a single token.
+    for _ in range(61):
+        yield 1 + rng.below(rng.pick((8, most))) if rng.chance(1, 4) else most
