@@ -107,12 +107,12 @@ class Judge:
     ) -> None:
         self.world = world
         self.device = device
-        self._implementations = {one.name: one.require("hash_state.HashState") for one in implementations}
-        self._seed = seed
+        self.states = {one.name: one.require("hash_state.HashState") for one in implementations}
+        self.seed = seed
         self._strided = strided
         self._disguise = None if disguise is None else torch.from_numpy(disguise).to(device)
-        self._batch_rows = batch_rows
-        self._whole_rows = whole_rows
+        self.batch_rows = batch_rows
+        self.whole_rows = whole_rows
 
     def run(
         self,
@@ -120,33 +120,18 @@ class Judge:
         steps: Iterable[tuple[Session, Step]],
         progress: Callable[[int], None] = lambda rows: None,
     ) -> Comparison:
-        """Compare on every step of a run.
+        """Compare on every step of a run, and on the slots that are left at its end.
 
         Args:
             name: how the report calls it.
             steps: of one engine or several, each with its session; an implementation keeps one state an engine.
             progress: told the number of rows of each step.
         """
-        result = Comparison(name)
-        truth = Truth(self.world, self.device, self._seed)
-        stands: dict[int, _Stand] = {}
-        pending: list[_Pending] = []
+        trial = Trial(self, name)
         for session, step in steps:
-            stand = stands.setdefault(id(session), _Stand(self, session, len(stands)))
-            pending.append(stand.forward(step))
-            result.steps += 1
-            result.rows += step.num_tokens
-            result.sources += lookback_sources(step, self.world.config.lookback)
+            trial.feed(session, step)
             progress(step.num_tokens)
-            if sum(one.step.num_tokens for one in pending) >= self._batch_rows:
-                self._settle(result, truth, pending)
-                pending = []
-        if pending:
-            self._settle(result, truth, pending)
-        for stand in stands.values():
-            stand.compare_slots(result)
-        result.whole_rows, result.integer_rows = truth.whole_rows, truth.integer_rows
-        return result
+        return trial.finish()
 
     def present(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         """Give a step tensor as implementations are to see it: on the device, disguised, strided."""
@@ -158,23 +143,65 @@ class Judge:
             tensor = torch.where(tensor < 0, tensor, seen)
         return strided(tensor) if self._strided else tensor
 
-    def _settle(self, result: Comparison, truth: Truth, pending: list[_Pending]) -> None:
+
+class Trial:
+    """Feed the steps of one run to a judge's implementations, step by step.
+
+    Args:
+        judge: the world, the implementations and how they are shown a step.
+        name: of the run.
+    """
+
+    def __init__(self, judge: Judge, name: str) -> None:
+        self.result = Comparison(name)
+        self._judge = judge
+        self._truth = Truth(judge.world, judge.device, judge.seed)
+        self._stands: dict[int, _Stand] = {}
+        self._pending: list[_Pending] = []
+
+    def feed(self, session: Session, step: Step) -> None:
+        """Let every implementation hash a step; its rows are compared once enough are gathered."""
+        stand = self._stands.get(id(session))
+        if stand is None:
+            stand = self._stands[id(session)] = _Stand(self._judge, session, len(self._stands))
+        self._pending.append(stand.forward(step))
+        self.result.steps += 1
+        self.result.rows += step.num_tokens
+        self.result.sources += lookback_sources(step, self._judge.world.config.lookback)
+        if sum(one.step.num_tokens for one in self._pending) >= self._judge.batch_rows:
+            self.settle()
+
+    def settle(self) -> Comparison:
+        """Compare the rows that are gathered; give the result so far."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return self.result
         pieces = [piece for one in pending for piece in one.step.pieces]
-        expected = truth.rows(pieces)
         owners = [(one.stand.number, piece.request_id) for one in pending for piece in one.step.pieces]
-        truth.check_integers(pieces, expected, samples=min(64, 1 + len(expected) // 16))
-        truth.check_whole(owners, pieces, expected, self._whole_rows)
-        wrong = torch.zeros(len(expected), dtype=torch.bool, device=self.device)
-        for name in self._implementations:
+        expected = self._truth.rows(pieces)
+        self._truth.check_integers(pieces, expected, samples=min(64, 1 + len(expected) // 16))
+        self._truth.check_whole(owners, pieces, expected, self._judge.whole_rows)
+        self.result.whole_rows, self.result.integer_rows = self._truth.whole_rows, self._truth.integer_rows
+        wrong = torch.zeros(len(expected), dtype=torch.bool, device=expected.device)
+        for name in self._judge.states:
             actual = torch.cat([one.rows[name] for one in pending])
             unequal = (actual != expected).flatten(1).any(1)
             wrong |= unequal
-            count = int(unequal.sum())
-            if count and name not in result.first:
-                result.first[name] = _locate(result.name, name, pending, int(unequal.nonzero()[0]), expected, actual)
-            if count:
-                result.unequal[name] += count
-        _tally(result, pending, wrong.cpu().numpy())
+            if not (count := int(unequal.sum())):
+                continue
+            self.result.unequal[name] += count
+            if name not in self.result.first:
+                first = int(unequal.nonzero()[0])
+                self.result.first[name] = _locate(self.result.name, name, pending, first, expected, actual)
+        _tally(self.result, pending, wrong.cpu().numpy())
+        return self.result
+
+    def finish(self) -> Comparison:
+        """Compare what is gathered and the slots of every engine; give the result."""
+        self.settle()
+        for stand in self._stands.values():
+            stand.compare_slots(self.result)
+        return self.result
 
 
 class _Stand:
@@ -195,7 +222,7 @@ class _Stand:
                 block_size=config.block_size if config.policy.slot_cache else None,
                 device=judge.device,
             )
-            for name, make in judge._implementations.items()
+            for name, make in judge.states.items()
         }
         for state in self._states.values():
             state.ensure_cache(self._kv_cache)

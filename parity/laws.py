@@ -1,4 +1,4 @@
-"""The laws: what must hold however an engine cut, cached, drafted, rolled back, moved or padded; tests only call them."""
+"""The laws: what must hold however an engine cut, cached, drafted, rolled back, moved or padded. Tests call these."""
 
 from __future__ import annotations
 
