@@ -17,23 +17,24 @@ settings.register_profile("nightly", max_examples=5000, print_blob=True, **_QUIE
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("engram parity")
     group.addoption("--device", default="auto", help="cpu (Triton's interpreter), cuda, or auto: cuda if it is there")
-    group.addoption("--profile", default=None, help="hypothesis profile: dev, ci or nightly (default: ci where CI is set)")
+    group.addoption("--profile", help="hypothesis profile: dev, ci or nightly (default: ci where CI is set, else dev)")
     group.addoption(
         "--impl",
         default="optimized",
         help="implementation the laws judge: reference, optimized, or a Python module of yours",
     )
-    # `--seed` is hypothesis's own `--hypothesis-seed` under the name that `python -m parity` uses.
-    group.addoption("--seed", type=int, default=None, help="seed of the drawn cases and of the workloads")
+    group.addoption("--seed", type=int, help="seed of the drawn cases (as `python -m parity --seed`)")
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis's own plugin reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    profile = config.getoption("--profile") or ("ci" if os.environ.get("CI") else "dev")
-    settings.load_profile(profile)
+    settings.load_profile(config.getoption("--profile") or ("ci" if os.environ.get("CI") else "dev"))
     seed = config.getoption("--seed")
     if seed is not None:
         config.option.hypothesis_seed = seed
+        settings.register_profile("seeded", settings.default, derandomize=False)
+        settings.load_profile("seeded")
     torch.set_num_threads(1)  # small tensors, and two workers on two cores: more threads only get in each other's way
     config.stash[_DEVICE] = choose_device(config.getoption("--device"))
 
@@ -42,7 +43,8 @@ _DEVICE = pytest.StashKey[torch.device]()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"engram parity: impl {config.getoption('--impl')}, device {config.stash[_DEVICE]}, torch {torch.__version__}"
+    implementation, device = config.getoption("--impl"), config.stash[_DEVICE]
+    return f"engram parity: implementation {implementation}, device {device}, torch {torch.__version__}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
