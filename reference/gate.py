@@ -1,0 +1,101 @@
+"""The gate: how much of a looked-up value enters each copy of the hyper-connection stream."""
+
+import math
+
+import torch
+
+from reference.checks import check_tensor
+
+STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.no_grad()
+def engram_gate(
+    hidden: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    token_mask: torch.Tensor | None = None,
+    *,
+    eps: float,
+    clamp: float = 1e-6,
+) -> torch.Tensor:
+    """Add the looked-up value to every copy of the stream, each by a gate of its own.
+
+    For a token and a copy i, with h = hidden[token, i], all in float32:
+
+        (1)  key_0 .. key_{hc-1}, value = kv[token], in parts of M
+        (2)  norm  = rsqrt(mean(h^2) + eps) * rsqrt(mean(key_i^2) + eps) * rsqrt(M)
+        (3)  dot   = sum(h * q_i * k_i * key_i) * norm
+        (4)  s     = sqrt(max(|dot|, clamp)), negative where dot < 0; -0.0 counts as positive, NaN stays NaN
+        (5)  out   = h + sigmoid(s) * value, rounded once to the dtype of hidden
+
+    A token whose mask is False, or that stands past Tkv (padding), is copied bit for bit; its row of kv is not read.
+
+    Args:
+        hidden: [T, hc, M] bfloat16, float16 or float32, the stream; any strides; never written.
+        kv: [Tkv, (hc+1)*M] bfloat16 or the dtype of hidden, hc keys and then one value; Tkv <= T.
+        q_weight: [hc, M] bfloat16, the weight of the stream's norm.
+        k_weight: [hc, M] bfloat16, the weight of the key's norm.
+        token_mask: [Tkv] bool, False where a token passes through; None opens all.
+        eps: finite, >= 0, added to each mean square.
+        clamp: finite, >= 0, the least magnitude of dot under the root.
+
+    Returns:
+        [T, hc, M], contiguous, dtype and device of hidden.
+
+    Raises:
+        TypeError: an argument that is no tensor, or of another dtype.
+        ValueError: another shape or device, Tkv > T, eps or clamp out of range.
+
+    Source: DeepSeek-V4.1-Flash's Engram layer; its numbers by hand are those of github.com/fegato/colibri.
+    """
+    _check(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
+    copies, width = hidden.shape[1:]
+    open_tokens = torch.arange(kv.shape[0], device=hidden.device)
+    if token_mask is not None:
+        open_tokens = open_tokens[token_mask]
+
+    out = hidden.clone(memory_format=torch.contiguous_format)
+    parts = kv[open_tokens].float().unflatten(1, (copies + 1, width))
+    value = parts[:, copies]
+    for copy in range(copies):
+        h = hidden[open_tokens, copy].float()
+        key = parts[:, copy]
+        weight = q_weight[copy].float() * k_weight[copy].float()
+        norm = _inverse_rms(h, eps) * _inverse_rms(key, eps) * width**-0.5
+        dot = (h * key * weight).sum(dim=1) * norm
+        root = dot.abs().clamp(min=clamp).sqrt()
+        gate = torch.where(dot < 0, -root, root).sigmoid()
+        out[open_tokens, copy] = (h + gate[:, None] * value).to(hidden.dtype)
+    return out
+
+
+def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return (x.square().mean(dim=1) + eps).rsqrt()
+
+
+def _check(
+    hidden: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    eps: float,
+    clamp: float,
+) -> None:
+    check_tensor("hidden", hidden, ("T", "hc", "M"), STREAM_DTYPES)
+    tokens, copies, width = hidden.shape
+    if copies < 1 or width < 1:
+        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected hc >= 1 and M >= 1")
+    kv_dtypes = tuple(dict.fromkeys((torch.bfloat16, hidden.dtype)))
+    check_tensor("kv", kv, ("Tkv", (copies + 1) * width), kv_dtypes, hidden.device)
+    if kv.shape[0] > tokens:
+        raise ValueError(f"kv: got {kv.shape[0]} tokens, expected at most the {tokens} of hidden")
+    check_tensor("q_weight", q_weight, (copies, width), (torch.bfloat16,), hidden.device)
+    check_tensor("k_weight", k_weight, (copies, width), (torch.bfloat16,), hidden.device)
+    if token_mask is not None:
+        check_tensor("token_mask", token_mask, (kv.shape[0],), (torch.bool,), hidden.device)
+    for name, number in (("eps", eps), ("clamp", clamp)):
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}: got {number}, expected a finite number >= 0")
