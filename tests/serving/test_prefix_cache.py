@@ -120,13 +120,16 @@ def test_rejected_draft_is_never_shared() -> None:
     assert {piece.request_id: piece.start for piece in engine.step().pieces} == {0: 5, 1: 4}
 
 
-def test_accepted_drafts_are_shared_after_update() -> None:
-    """A block that accepted drafts filled is hit from the next step on."""
+@pytest.mark.parametrize(("new", "starts"), [(9, {0: 8, 1: 8}), (5, {1: 8})])
+def test_accepted_drafts_are_shared_after_update(new: int, starts: dict[int, int]) -> None:
+    """A block that accepted drafts filled is hit from the next step on, also where its request ended with them."""
     engine = Engine(EngineConfig(Policy.KNOWN_IDS, 4, 40, 100, 4, num_drafts=3, seed=1), lambda i, s: [8, 8, 8])
-    engine.add([1, 2, 3, 4], max_new_tokens=9)
+    engine.add([1, 2, 3, 4], max_new_tokens=new)
     engine.step()
     engine.update({0: [5]})
     engine.step()
     engine.add([1, 2, 3, 4, 5, 8, 8, 8, 9], max_new_tokens=1)
     engine.update({0: [8, 8, 8, 9]})
-    assert {piece.request_id: piece.start for piece in engine.step().pieces} == {0: 8, 1: 8}
+    pieces = engine.step().pieces
+    assert {piece.request_id: piece.start for piece in pieces} == starts
+    assert not any("same-step hit" in piece.events for piece in pieces)
