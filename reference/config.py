@@ -79,8 +79,8 @@ class EngramConfig:
         """Read the Engram fields of a model config.
 
         Args:
-            source: a dict, a `transformers` config object, or the path of a `config.json`; each may nest the fields
-                under `text_config`.
+            source: a dict, a `transformers` config object, or the path of a `config.json` or of its folder; each may
+                nest the fields under `text_config`.
 
         Returns:
             the configuration, or None where `engram_layer_ids` is missing or empty: a model without Engram.
@@ -90,7 +90,7 @@ class EngramConfig:
             FileNotFoundError: no such file.
         """
         found = _read_fields(source)
-        if not found.get("engram_layer_ids"):
+        if found["engram_layer_ids"] in (None, [], ()):
             return None
         missing = [field.name for field in fields(cls) if found.get(field.name) is None]
         if missing:
@@ -119,9 +119,10 @@ class EngramConfig:
 def _read_fields(source: Any) -> dict[str, Any]:
     if isinstance(source, str | os.PathLike):
         path = Path(source)
+        path = path / "config.json" if path.is_dir() else path
         try:
             source = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"config: {path} is not JSON ({error}), expected a model's config.json") from error
         if not isinstance(source, Mapping):
             raise TypeError(f"config: {path} holds a {type(source).__name__}, expected a JSON object")
@@ -135,6 +136,8 @@ def _read_fields(source: Any) -> dict[str, Any]:
         return level.get(name) if isinstance(level, Mapping) else getattr(level, name, None)
 
     nested = get(source, "text_config")
+    if not (nested is None or isinstance(nested, Mapping) or hasattr(nested, "to_dict")):
+        raise TypeError(f"text_config: got {nested!r}, expected a nested config")
     level = source if nested is None or get(source, "engram_layer_ids") else nested
     return {field.name: get(level, field.name) for field in fields(EngramConfig)}
 

@@ -34,8 +34,8 @@ def ngram_hash(ids: Array, dead: Array, *, multipliers: Array, primes: Array, of
         device, with the same bits.
 
     Raises:
-        TypeError: NumPy and torch mixed.
-        ValueError: shapes that do not fit each other.
+        TypeError: NumPy and torch mixed, or ids that are no integers, flags that are no bools.
+        ValueError: shapes that do not fit each other, or a negative id.
     """
     _check({"ids": ids, "dead": dead, "multipliers": multipliers, "primes": primes, "offsets": offsets})
     if isinstance(ids, torch.Tensor):
@@ -94,5 +94,16 @@ def _check(arrays: Mapping[str, np.ndarray | torch.Tensor]) -> None:
             axes.setdefault(letter, size) != size for letter, size in zip(letters, shape, strict=True)
         ):
             raise ValueError(f"{name}: got shape {shape}, expected [{', '.join(letters)}] with {axes}")
-    if axes["O"] != axes["N"] - 1 or axes["C"] != axes["O"] * axes["H"]:
-        raise ValueError(f"primes, offsets: got {axes}, expected O = N - 1 orders and C = O * H columns")
+    if axes["N"] < 2 or axes["O"] != axes["N"] - 1 or axes["C"] != axes["O"] * axes["H"]:
+        raise ValueError(f"primes, offsets: got {axes}, expected N >= 2, O = N - 1 orders and C = O * H columns")
+    for name, kind in (
+        ("ids", "int"),
+        ("dead", "bool"),
+        ("multipliers", "int64"),
+        ("primes", "int64"),
+        ("offsets", "int64"),
+    ):
+        if kind not in str(arrays[name].dtype):
+            raise TypeError(f"{name}: got dtype {arrays[name].dtype}, expected {kind}")
+    if axes["T"] and arrays["ids"].min() < 0:
+        raise ValueError(f"ids: got {arrays['ids'].min()}, expected compressed ids, which are not negative")
