@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from reference.checks import check_block_size, check_step, check_step_values, check_token_map
+from reference.checks import check_block_size, check_kv_cache, check_step, check_step_values, check_token_map
 from reference.config import EngramConfig
 from reference.multipliers import hash_multipliers
 from reference.prime_layout import PrimeLayout
@@ -79,7 +79,11 @@ class HashState:
 
         Returns:
             False while `kv_cache` is empty: the slots are dropped, and hashing is to be skipped.
+
+        Raises:
+            TypeError, ValueError: not a tensor, or one without axes.
         """
+        check_kv_cache(kv_cache)
         bound = kv_cache.numel() > 0
         if not bound:
             self.cache, self._kv_cache = None, None

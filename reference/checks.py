@@ -69,6 +69,19 @@ def check_token_map(token_map: object, config: EngramConfig) -> np.ndarray:
     return array.astype(np.int32)
 
 
+def check_kv_cache(kv_cache: object) -> None:
+    """Refuse a KV cache that is not a tensor `[blocks, ...]`.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: without axes.
+    """
+    if not isinstance(kv_cache, torch.Tensor):
+        raise TypeError(f"kv_cache: got {type(kv_cache).__name__}, expected a torch.Tensor")
+    if kv_cache.ndim == 0:
+        raise ValueError("kv_cache: got shape (), expected [blocks, ...]")
+
+
 def check_block_size(block_size: int | None, *, slot_cache: bool) -> None:
     """Refuse a block size that is not a positive int; None is for the stateless way."""
     if block_size is None and not slot_cache:
@@ -155,8 +168,10 @@ def check_step_values(
     if (wrong := np.flatnonzero(place != want)).size:
         at = int(wrong[0])
         raise ValueError(f"positions: got {place[at]} at {at}, expected {want[at]}: consecutive within a request")
-    window = lookback_token_ids.cpu().numpy()[lengths > 0]
-    _check_range("lookback_token_ids", window.reshape(-1), None, vocabulary)
+    reader = np.flatnonzero(lengths > 0)  # the requests that have tokens; each reads behind its chunk start
+    window = lookback_token_ids.cpu().numpy()[reader]
+    for column in range(window.shape[1]):
+        _check_range(f"lookback_token_ids[:, {column}]", window[:, column], None, vocabulary, reader)
     if slot_mapping is None or block_table is None or block_size is None:
         return
     written = slot_mapping[:live].cpu().numpy()
@@ -165,19 +180,21 @@ def check_step_values(
     if live and request[-1] >= block_table.shape[0]:
         raise ValueError(f"block_table: got {block_table.shape[0]} rows, expected one for request {request[-1]}")
     table = block_table.cpu().numpy()
-    first = np.flatnonzero(lengths > 0)  # only these requests read; each reads behind its chunk start
     for column in range(window.shape[1]):
-        behind = place[bounds[first]].astype(np.int64) - 1 - column
+        behind = place[bounds[reader]].astype(np.int64) - 1 - column
         reads = (behind >= 0) & (window[:, column] < 0)
-        _check_blocks(table, first[reads], behind[reads], block_size, slots)
+        _check_blocks(table, reader[reads], behind[reads], block_size, slots)
 
 
-def _check_range(name: str, values: np.ndarray, low: int | None, high: int) -> None:
+def _check_range(
+    name: str, values: np.ndarray, low: int | None, high: int, places: Sequence[object] | np.ndarray | None = None
+) -> None:
     outside = values >= high if low is None else (values < low) | (values >= high)
     if outside.any():
         at = int(np.flatnonzero(outside)[0])
         least = "" if low is None else f"{low} <= "
-        raise ValueError(f"{name}: got {values[at]} at {at}, expected {least}value < {high}")
+        place = at if places is None else places[at]
+        raise ValueError(f"{name}: got {values[at]} at {place}, expected {least}value < {high}")
 
 
 def _check_shared_slots(slots: np.ndarray, held: np.ndarray) -> None:
@@ -200,4 +217,5 @@ def _check_blocks(table: np.ndarray, rows: np.ndarray, position: np.ndarray, blo
             f"block_table: got {table.shape[1]} columns, expected one for position {position[at]} of request {rows[at]}"
         )
     block = table[rows, column].astype(np.int64)
-    _check_range("block_table", block, 0, max(slots // block_size, 0))
+    where = [f"[{row}, {block}]" for row, block in zip(rows, column, strict=True)]
+    _check_range("block_table", block, 0, slots // block_size, where)

@@ -17,7 +17,7 @@ import weakref
 import numpy as np
 import torch
 
-from reference.checks import check_block_size, check_step, check_step_values, check_token_map
+from reference.checks import check_block_size, check_kv_cache, check_step, check_step_values, check_token_map
 from reference.config import EngramConfig
 from reference.multipliers import hash_multipliers
 from reference.ngram_hash import hash_values
@@ -72,7 +72,11 @@ class HashState:
 
         Returns:
             False while `kv_cache` is empty: the slots are dropped, and hashing is to be skipped.
+
+        Raises:
+            TypeError, ValueError: not a tensor, or one without axes.
         """
+        check_kv_cache(kv_cache)
         if kv_cache.numel() == 0:
             self.cache = self._bound = None
             return False
