@@ -290,7 +290,7 @@ class TableShard:
         shape = (self.plan.local_rows, width)
         if self.placement == "device":
             return torch.empty(shape, dtype=dtype, device=self.device)
-        return _pinned(self.plan.local_rows * width, self.device).view(dtype).view(shape)
+        return pinned_bytes(self.plan.local_rows * width, self.device).view(dtype).view(shape)
 
 
 class _Registered(mmap.mmap):
@@ -303,7 +303,7 @@ class _Registered(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
-def _pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate page-locked bytes; torch's own pool would round a table up to the next power of two."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,5 +1,7 @@
 """Loading a shard: only its own bytes, whatever the files, and nothing readable before it is there."""
 
+import contextlib
+import gc
 import json
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from reference.checkpoint import Checkpoint
+from reference.checkpoint import Checkpoint, pinned_bytes
 from reference.embedding import EngramEmbedding
 from reference.shard_plan import ShardPlan
 
@@ -273,3 +275,33 @@ def test_a_load_takes_the_memory_and_the_bytes_of_its_shard(tmp_path: Path, rank
     shard_bytes = 250_000 * 264
     assert shard_bytes <= read <= shard_bytes + (64 << 10)
     assert grown <= 1.1 * shard_bytes
+
+
+def test_pinned_memory_lives_as_long_as_its_last_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is registered once, at its exact size, and unregistered with the last tensor over it."""
+    calls: list[tuple] = []
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            calls.append(("register", address, nbytes, flags))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unregister", address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda error: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    rows = pinned_bytes(5 * DIM, torch.device("cuda"))
+    address = rows.data_ptr()
+    assert calls == [("register", address, 5 * DIM, 1)]
+    view = rows.view(torch.float8_e4m3fn).view(5, DIM)[2:]
+    del rows
+    gc.collect()
+    assert len(calls) == 1
+    del view
+    gc.collect()
+    assert calls[1:] == [("unregister", address)]
+    assert pinned_bytes(0, torch.device("cuda")).numel() == 0
+    assert len(calls) == 2

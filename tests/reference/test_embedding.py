@@ -94,8 +94,9 @@ class LookupLaws:
         codes = rng.integers(0, 256, size=(rows, dim), dtype=np.uint8)
         scales = rng.integers(0, 256, size=(rows, dim // 32), dtype=np.uint8)
         ids = draw_ids(rng, (tokens, columns), first, rows)
-        if dtype is torch.int64 and ids.size:
-            ids.flat[0] = rng.choice([INT64.min, INT64.max, 2**32 + first])
+        if dtype is torch.int64:
+            far = rng.choice([-(2**32), 2**32, 2**40], size=ids.shape)  # ids that 32 bits would take for held ones
+            ids = np.where(rng.random(ids.shape) < 0.3, ids + far, ids)
         got = self.lookup(
             fenced(codes, 0x7F, device).view(torch.float8_e4m3fn),
             fenced(scales, 255, device),
@@ -118,6 +119,16 @@ class LookupLaws:
         held = ((ids >= 104) & (ids < 108)).expand(-1, 64)
         assert torch.equal(got[:, 0], held.to(torch.bfloat16))
         assert not np.signbit(got.float().cpu().numpy()).any()
+
+    @pytest.mark.parametrize("first", [0, 1, 2**31 - 1])
+    def test_far_ids_do_not_wrap(self, device: torch.device, first: int) -> None:
+        """An id that 32 bits, or a subtraction in 64, would turn into a held one is outside."""
+        weight = torch.full((4, 64), 0x38, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        scales = torch.full((4, 2), 127, dtype=torch.uint8, device=device)
+        far = [first + 2**32, first - 2**32, first + 2**40, INT64.min, INT64.max, INT64.min + first, INT64.max - 1]
+        ids = torch.tensor([[first, *far, first + 3]], device=device)
+        got = self.lookup(weight, scales, ids, first_row=first)
+        assert got[0, :, 0].tolist() == [1.0] + [0.0] * len(far) + [1.0]
 
     def test_out_is_filled_and_nothing_else(self, device: torch.device) -> None:
         """`out` is returned, every row of it is written, zero rows too, and no byte around it."""
