@@ -30,7 +30,7 @@ def engram_gate(
         (4)  s     = sqrt(max(|dot|, clamp)), negative where dot < 0; -0.0 counts as positive, NaN stays NaN
         (5)  out   = h + sigmoid(s) * value, rounded once to the dtype of hidden
 
-    A token whose mask is False, or that stands past Tkv (padding), is copied bit for bit; its row of kv is not read.
+    A token whose mask is False, or that stands past Tkv (padding), is copied bit for bit, whatever its row of kv holds.
 
     Args:
         hidden: [T, hc, M] bfloat16, float16 or float32, the stream; any strides; never written.
@@ -52,22 +52,23 @@ def engram_gate(
     """
     _check(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
     copies, width = hidden.shape[1:]
-    open_tokens = torch.arange(kv.shape[0], device=hidden.device)
-    if token_mask is not None:
-        open_tokens = open_tokens[token_mask]
-
+    tokens = kv.shape[0]
     out = hidden.clone(memory_format=torch.contiguous_format)
-    parts = kv[open_tokens].float().unflatten(1, (copies + 1, width))
+    parts = kv.float().unflatten(1, (copies + 1, width))
     value = parts[:, copies]
     for copy in range(copies):
-        h = hidden[open_tokens, copy].float()
+        h = hidden[:tokens, copy].float()
         key = parts[:, copy]
         weight = q_weight[copy].float() * k_weight[copy].float()
         norm = _inverse_rms(h, eps) * _inverse_rms(key, eps) * width**-0.5
         dot = (h * key * weight).sum(dim=1) * norm
         root = dot.abs().clamp(min=clamp).sqrt()
         gate = torch.where(dot < 0, -root, root).sigmoid()
-        out[open_tokens, copy] = (h + gate[:, None] * value).to(hidden.dtype)
+        gated = (h + gate[:, None] * value).to(hidden.dtype)
+        # A shut row is chosen, not multiplied by 0: nothing of its keys and value, NaN or not, gets into it.
+        out[:tokens, copy] = (
+            gated if token_mask is None else torch.where(token_mask[:, None], gated, out[:tokens, copy])
+        )
     return out
 
 
