@@ -9,6 +9,7 @@ The launcher comes first, the kernels below it. What they do that the reference 
   or one less, so one conditional subtraction is exact.
 """
 
+import inspect
 import os
 import weakref
 
@@ -25,8 +26,6 @@ from reference.prime_layout import PrimeLayout
 DEAD = -1
 _WRITE_BLOCK = 256
 _HASH_BLOCK = 32
-# By index: no size, stride or alignment makes a compiled variant of its own.
-_EVERY_ARGUMENT = range(64)
 
 
 class HashState:
@@ -215,7 +214,14 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-@triton.jit(do_not_specialize=_EVERY_ARGUMENT)
+def _one_variant(kernel):
+    """Compile a kernel once for its constants and dtypes: no size, stride or alignment makes a variant of its own."""
+    parameters = inspect.signature(kernel).parameters.values()
+    sizes = [parameter.name for parameter in parameters if parameter.annotation is not tl.constexpr]
+    return triton.jit(do_not_specialize=sizes)(kernel)
+
+
+@_one_variant
 def _write_slots_kernel(
     input_ids,
     query_start_loc,
@@ -246,7 +252,7 @@ def _write_slots_kernel(
     tl.store(cache + slot, tl.load(token_map + token, alive, other=DEAD), writes)
 
 
-@triton.jit(do_not_specialize=_EVERY_ARGUMENT)
+@_one_variant
 def _hash_kernel(
     input_ids,
     positions,
