@@ -228,12 +228,14 @@ class TableShard:
             if entry.dtype not in dtypes:
                 raise TypeError(f"{name}: got dtype {entry.dtype}, expected {' or '.join(map(str, dtypes))}")
             self._check_part(part, name, entry.shape, width)
+        loaded = {}
         for part, name, width, _ in parts:
             dtype = checkpoint.entries[name].dtype
             assert dtype is not None
             rows = self._empty(width, dtype)
             checkpoint.read(name, rows, self.plan.first_row)
-            self._parts[part] = rows
+            loaded[part] = rows
+        self._parts.update(loaded)  # both or none
 
     def lookup(self, ids: torch.Tensor, *, out: torch.Tensor | None = None, background: bool = False) -> torch.Tensor:
         """Look the rank's part up: see `lookup` of this module for the formula.

@@ -15,7 +15,7 @@ from reference.shard_plan import ShardPlan
 from tests.reference.test_quantization import all_pairs, exact_bits
 
 INT32, INT64 = torch.iinfo(torch.int32), torch.iinfo(torch.int64)
-SEEDS, TOKENS = st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 7, 70])
+SEEDS, TOKENS = st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 7, 17])
 FULL_ROWS = 384_016_682  # layer 14 of DeepSeek-V4.1-Flash
 
 
