@@ -3,7 +3,7 @@
 from optimized.embedding import EngramEmbedding
 from optimized.gate import engram_gate
 from optimized.sharding import select_rows
-from reference.engram_base import EngramBase
+from reference.collectives.layer import EngramBase
 
 
 class Engram(EngramBase):

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from reference.collectives import check_select
+from reference.collectives.rows import check_select
 
 _ROWS, _WARPS = 8, 4
 _INTERPRETED_ELEMENTS = 1 << 18  # a program of Triton's interpreter costs the same whatever its block

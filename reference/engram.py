@@ -1,7 +1,7 @@
 """The Engram layer on the reference's table and gate."""
 
+from reference.collectives.layer import EngramBase
 from reference.embedding import EngramEmbedding
-from reference.engram_base import EngramBase
 from reference.gate import engram_gate
 from reference.sharding import select_rows
 

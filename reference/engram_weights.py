@@ -12,13 +12,15 @@ _CHUNK = 1024  # rows that are dequantized at a time
 
 
 class Described(Protocol):
-    """Anything that tells a tensor's dtype and shape without its data."""
+    """Anything that tells a tensor's dtype and shape, with or without its data."""
 
     @property
-    def dtype(self) -> torch.dtype | None: ...
+    def dtype(self) -> torch.dtype | None:
+        """Give the dtype; None where it is none that is read."""
 
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """Give the size of each axis."""
 
 
 def find_scales(found: Mapping[str, Described], prefix: str) -> str | None:

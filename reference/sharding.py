@@ -2,7 +2,7 @@
 
 import torch
 
-from reference.collectives import check_select
+from reference.collectives.rows import check_select
 
 
 def select_rows(gathered: torch.Tensor, *, ranks: int, first_token: int, tokens: int, columns: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reference.sharding
-from reference.collectives import token_window
+from reference.collectives.rows import token_window
 
 POISON = 0x5A5A
 WORDS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}

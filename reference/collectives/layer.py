@@ -13,7 +13,7 @@ from torch import nn
 
 from reference.checkpoint import Checkpoint, TableShard
 from reference.checks import INTEGERS, check_tensor
-from reference.collectives import FORMS, Form, Window, gather_ids, token_window, whole_rows, window_rows
+from reference.collectives.rows import FORMS, Form, Window, gather_ids, token_window, whole_rows, window_rows
 from reference.config import EngramConfig
 from reference.engram_weights import Described, check_weights, fill_wkv, find_scales
 from reference.prime_layout import PrimeLayout
