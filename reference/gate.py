@@ -54,10 +54,11 @@ def engram_gate(
     copies, width = hidden.shape[1:]
     tokens = kv.shape[0]
     out = hidden.clone(memory_format=torch.contiguous_format)
-    parts = kv.float().unflatten(1, (copies + 1, width))
+    # Dense, so that sums do not depend on strides: a GPU's summation order does.
+    parts = kv.float().contiguous().unflatten(1, (copies + 1, width))
     value = parts[:, copies]
     for copy in range(copies):
-        h = hidden[:tokens, copy].float()
+        h = out[:tokens, copy].float()
         key = parts[:, copy]
         weight = q_weight[copy].float() * k_weight[copy].float()
         norm = _inverse_rms(h, eps) * _inverse_rms(key, eps) * width**-0.5
