@@ -158,22 +158,31 @@ class Trial:
         self._truth = Truth(judge.world, judge.device, judge.seed)
         self._stands: dict[int, _Stand] = {}
         self._pending: list[_Pending] = []
+        self._pending_rows = 0
 
     def feed(self, session: Session, step: Step) -> None:
         """Let every implementation hash a step; its rows are compared once enough are gathered."""
         stand = self._stands.get(id(session))
         if stand is None:
             stand = self._stands[id(session)] = _Stand(self._judge, session, len(self._stands))
-        self._pending.append(stand.forward(step))
+        self._pending.append(stand.forward(step, self.result))
         self.result.steps += 1
         self.result.rows += step.num_tokens
         self.result.sources += lookback_sources(step, self._judge.world.config.lookback)
-        if sum(one.step.num_tokens for one in self._pending) >= self._judge.batch_rows:
+        self._pending_rows += step.num_tokens
+        if self._pending_rows >= self._judge.batch_rows:
             self.settle()
 
     def settle(self) -> Comparison:
         """Compare the rows that are gathered; give the result so far."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        if not pending:
+            return self.result
+        for one in pending:
+            for name in one.step.events:
+                self.result.features[name].cases += 1
+                self.result.features[name].rows += one.step.num_tokens
+        pending = [one for one in pending if one.step.num_tokens]
         if not pending:
             return self.result
         pieces = [piece for one in pending for piece in one.step.pieces]
@@ -212,7 +221,6 @@ class _Stand:
         self.number = number
         self.session = session
         self._judge = judge
-        self._kv_cache = engine.kv_cache.to(judge.device)
         config = engine.config
         self._states = {
             name: make(
@@ -224,12 +232,27 @@ class _Stand:
             )
             for name, make in judge.states.items()
         }
-        for state in self._states.values():
-            state.ensure_cache(self._kv_cache)
-        self._slots = np.zeros(engine.num_slots if config.policy.slot_cache else 0, np.int32)
+        self._bind(0)
 
-    def forward(self, step: Step) -> _Pending:
-        rows = {}
+    def _bind(self, binding: int) -> None:
+        engine = self.session.engine
+        self._binding = binding
+        self._kv_cache = torch.zeros(engine.kv_cache.shape, device=self._judge.device)
+        for name, state in self._states.items():
+            # Between two KV caches there is none; even a new one of the same shape starts with zeros.
+            if state.ensure_cache(self._kv_cache[:0]) or not state.ensure_cache(self._kv_cache):
+                raise RuntimeError(f"{name}: ensure_cache says True without a KV cache, or False with one")
+        self._slots = np.zeros(engine.num_slots if engine.config.policy.slot_cache else 0, np.int32)
+
+    def forward(self, step: Step, result: Comparison) -> _Pending:
+        rows: dict[str, torch.Tensor] = {}
+        if step.binding != self._binding:
+            self.compare_slots(result)
+            self._bind(step.binding)
+        if not step.num_tokens:
+            self._check_dummy(step, result)
+            return _Pending(self, step, rows)
+        self._copy_slots(step)
         for name, state in self._states.items():
             tensors = {key: self._judge.present(key, value) for key, value in step.arguments().items()}
             rows[name] = state.forward(**tensors)[: step.num_tokens]
@@ -239,6 +262,25 @@ class _Stand:
             compressed[step.dead_mask[: step.num_tokens].numpy()] = -1
             self._slots[live[live >= 0]] = compressed[live >= 0]
         return _Pending(self, step, rows)
+
+    def _check_dummy(self, step: Step, result: Comparison) -> None:
+        for name, state in self._states.items():
+            if not hasattr(state, "dummy_hashes"):
+                continue
+            hashes, keep = state.dummy_hashes(self._judge.present("input_ids", step.input_ids))
+            if not bool((hashes == -1).all()) or bool(keep.any()) or len(hashes) != len(step.input_ids):
+                result.stray[name] += 1
+                result.features["dummy step"].unequal += 1
+
+    def _copy_slots(self, step: Step) -> None:
+        if not step.slot_copies or step.slot_mapping is None:
+            return
+        source, target = np.array(step.slot_copies).T
+        self._slots[target] = self._slots[source]
+        for name, state in self._states.items():
+            if getattr(state, "cache", None) is None:
+                raise AttributeError(f"{name}: offers no cache, in which a fork's slots could be copied")
+            state.cache[torch.from_numpy(target)] = state.cache[torch.from_numpy(source)]
 
     def compare_slots(self, result: Comparison) -> None:
         if not len(self._slots):
@@ -271,6 +313,8 @@ def lookback_sources(step: Step, depth: int) -> Counter[str]:
 
     A piece of n tokens looks back min(n, D - c) times at window column c; its other lookbacks stay in the batch.
     """
+    if not step.pieces:
+        return Counter()
     lengths = np.array([len(piece.tokens) for piece in step.pieces])
     starts = np.array([piece.start for piece in step.pieces])
     columns = np.arange(depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,11 @@ class Mix:
         image: length of an image span.
         block_size: B, at whose multiples repeated prompts and imports end.
         imports: whether KV arrives from elsewhere.
+        images: image spans of a prompt that has any, at most.
+        packed: documents that may stand behind one in a packed sequence, at most.
+        offset: positions before some imports, whose ids nobody kept; 0: no such imports.
         per_step: prompts that arrive together.
+        longest: tokens that a conversation keeps, at most.
     """
 
     prompt: tuple[int, int]
@@ -37,6 +41,10 @@ class Mix:
     block_size: int
     imports: bool = True
     per_step: int = 2
+    longest: int = 2**20
+    images: int = 3
+    packed: int = 3
+    offset: int = 0
 
 
 def read_texts(paths: Sequence[Path] = ()) -> list[str]:
@@ -110,7 +118,13 @@ class Corpus:
                 imported = (
                     0 if handed_over else mix.block_size * (1 + rng.below(blocks)) if at_edge else len(tokens) - 1
                 )
-            prompt = Prompt(tokens, dead, answer, imported, number // mix.per_step, handed_over)
+            arrival = number // mix.per_step
+            prompt = Prompt(tokens, dead, answer, imported, arrival, handed_over)
+            if mix.offset and imported >= 8:
+                prompt = replace(prompt, offset=-(-mix.offset // mix.block_size) * mix.block_size)
+            elif mix.packed and not handed_over and not imported and not dead.any() and rng.chance(1, 12):
+                lengths = [_between(rng, (1, 1 + len(tokens) // 2)) for _ in range(1 + rng.below(mix.packed))]
+                prompt = replace(prompt, documents=tuple(self._passage(rng, length) for length in lengths))
             earlier.append(np.concatenate([tokens, answer]))
             del earlier[:-32]
             yield prompt
@@ -122,9 +136,10 @@ class Corpus:
         kind = rng.below(8)
         fresh = self._passage(rng, _between(rng, mix.prompt))
         if kind < 2 and earlier:  # a follow-up: the conversation so far, and a new question
-            tokens = np.concatenate([rng.pick(earlier), fresh])[-4 * mix.prompt[1] :]
+            tokens = np.concatenate([rng.pick(earlier), fresh])[-mix.longest :]
         elif kind == 2 and earlier:  # a repeat that leaves one token behind whole blocks
             before = rng.pick(earlier)
+            before = before[: mix.longest]
             tokens = before[: (len(before) - 1) // mix.block_size * mix.block_size + 1]
         elif kind == 3:  # as short as the lookback: 1, N-2, N-1, ...
             tokens = fresh[: 1 + rng.below(5)]
@@ -132,11 +147,12 @@ class Corpus:
             tokens = fresh
         dead = np.isin(tokens, self._image_tokens)  # a follow-up brings the images of its conversation
         if kind >= 6:
-            length = min(_between(rng, mix.image), len(tokens))
-            begin = rng.below(len(tokens) - length + 1)
             tokens = tokens.copy()
-            tokens[begin : begin + length] = rng.pick(self._image_tokens)
-            dead[begin : begin + length] = True
+            for _ in range(1 + rng.below(mix.images)):
+                length = min(_between(rng, mix.image), len(tokens))
+                begin = rng.below(len(tokens) - length + 1)
+                tokens[begin : begin + length] = rng.pick(self._image_tokens)
+                dead[begin : begin + length] = True
         return tokens, dead
 
     def _passage(self, rng: Rng, length: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from parity.actions import Action
 from parity.compare import Judge
 from parity.diagnose import describe
 from parity.protocol import Implementation
@@ -82,7 +83,9 @@ def equals_alone(bench: Bench, workload: Workload) -> None:
 def _under_another_placement(bench: Bench, workload: Workload) -> None:
     equals_alone(bench, workload)
     engine = workload.engine
-    other = replace(engine, seed=engine.seed + 1, block_size=engine.block_size + 1)  # no fewer slots than before
+    # Another block size, and no fewer slots than before.
+    size = engine.block_size + 1 if engine.block_size < 256 else 130
+    other = replace(engine, seed=engine.seed + 1, block_size=size, num_blocks=2 * engine.num_blocks)
     equals_alone(bench, replace(workload, engine=other))
 
 
@@ -90,6 +93,63 @@ def _from_slots_alone_too(bench: Bench, workload: Workload) -> None:
     # A window that knows the prompt hides what a hit would have read from its slots.
     for policy in dict.fromkeys((workload.engine.policy, Policy.SLOTS_ONLY)):
         equals_alone(bench, replace(workload, engine=replace(workload.engine, policy=policy)))
+
+
+def _in_another_time(bench: Bench, workload: Workload) -> None:
+    # The same requests, cut, mixed, ordered, padded or placed in another way: which one, the seed says.
+    told, true = rows_by_content(bench, workload)
+    engine = workload.engine
+    others = (
+        replace(workload, budgets=(1, 2, 3)),
+        replace(workload, prompts=tuple(replace(prompt, arrival=prompt.arrival + 3) for prompt in workload.prompts)),
+        replace(workload, prompts=tuple(replace(prompt, arrival=0) for prompt in reversed(tuple(workload.prompts)))),
+        replace(workload, engine=replace(engine, max_requests=1)),
+        replace(workload, engine=replace(engine, pad_tokens=(5, 9, 64, 256), pad_requests=(2, 5, 9))),
+        replace(workload, engine=replace(engine, seed=engine.seed + 9, num_blocks=2 * engine.num_blocks)),
+    )
+    other = others[engine.seed % len(others)]
+    again, _ = rows_by_content(bench, other)
+    for content in told.keys() & again.keys():
+        _require_equal(bench, "when, where and beside whom it ran", told[content], again[content], other)
+    if missing := true - again.keys():
+        raise LawBroken(f"{len(missing)} of {len(true)} rows of true streams came no more: {other}")
+
+
+def rows_by_content(bench: Bench, workload: Workload) -> tuple[dict[bytes, np.ndarray], set[bytes]]:
+    """Run a workload without knowing any truth: its rows by the whole stream up to their token.
+
+    Returns:
+        The rows, those of drafts among them; and the streams whose last token was fed as a true one.
+    """
+    rows: dict[bytes, np.ndarray] = {}
+    true: set[bytes] = set()
+    states: dict[int, Any] = {}
+    make = bench.implementation.require("hash_state.HashState")
+    for session, step in run(workload, bench.world.vocabulary):
+        config = session.config
+        if id(session) not in states:
+            slots = config.policy.slot_cache
+            states[id(session)] = make(
+                bench.world.config, bench.world.token_map, slot_cache=slots,
+                block_size=config.block_size if slots else None, device=bench.device,
+            )  # fmt: skip
+            states[id(session)].ensure_cache(session.engine.kv_cache)
+        arguments = {name: None if t is None else t.to(bench.device) for name, t in step.arguments().items()}
+        got = states[id(session)].forward(**arguments)[: step.num_tokens].cpu().numpy()
+        begin = 0
+        for piece in step.pieces:
+            stream = np.concatenate([piece.stream[: piece.start], piece.tokens])
+            dead = np.concatenate([piece.dead[: piece.start], piece.token_dead])
+            for index, row in enumerate(got[begin : begin + len(piece.tokens)]):
+                end = piece.start + index + 1
+                content = stream[:end].tobytes() + dead[:end].tobytes()
+                _require_equal(
+                    bench, "another request of the same stream", rows.setdefault(content, row), row, workload
+                )
+                if index < len(piece.tokens) - piece.num_drafts:
+                    true.add(content)
+            begin += len(piece.tokens)
+    return rows, true
 
 
 def _under_every_policy(bench: Bench, workload: Workload) -> None:
@@ -165,4 +225,9 @@ LAWS = (
         _one_request, _dead_reaches_no_further),
     Law(9, "compression", "Token ids that compress alike give the same rows.", _one_request, _alike_hashes_alike),
     Law(10, "agreement", "Stateless, and slots under every sound window policy, agree.", _shape(), _under_every_policy),
+    Law(11, "upheaval", "Preemption and return, fork, beams, abort, id reuse, another KV cache, microbatches and draft "
+        "models that run ahead change no row.",
+        _shape(prompts=(2, 5), actions=tuple(Action), features=True), equals_alone),
+    Law(11, "time", "Splitting, company, order, arrival, placement and padding of a whole run change nothing.",
+        _shape(prompts=(1, 4), drafts=(0, 2)), _in_another_time),
 )  # fmt: skip

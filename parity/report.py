@@ -14,15 +14,21 @@ from serving.step import EVENT_MEANINGS
 
 # Law numbers as in parity/laws.py; an event that several laws rest on stands with the first.
 LAW_EVENTS = {
-    1: ("prompt whole", "chunk", "decode"),
-    2: (COMPANY,),
+    1: ("prompt whole", "chunk", "decode", "starved", "budget change", "long position", "model's limit"),
+    2: (COMPANY, "reordered", "packed documents"),
     3: ("prefix hit", "same-step hit", "one token left"),
-    4: ("verify", "after rejection", "all rejected"),
+    4: ("verify", "several drafts", "ragged verify", "after rejection", "all rejected", "draft runs ahead"),
     5: ("import", "import at block edge"),
-    6: ("block reuse",),
-    7: ("padding",),
-    8: ("dead span", "dead at chunk edge"),
-}
+    6: ("block reuse", "one-token blocks", "large blocks", "hybrid groups", "sliding window", "window edge"),
+    7: ("padding", "dummy step"),
+    8: ("dead span", "dead at chunk edge", "several images"),
+    9: (),
+    10: ("host lags", "host lags by two"),
+    11: (
+        "preempted, recompute", "preempted, reload", "off-load reload", "fork", "copy on write", "beam reorder",
+        "after abort", "id reuse", "sleep and wake", "microbatch", "microbatch inside a request",
+    ),
+}  # fmt: skip
 _MEANINGS = {**EVENT_MEANINGS, COMPANY: "other requests share the step"}
 
 
@@ -66,12 +72,13 @@ def _law_table(results: Sequence[tuple[Run, Comparison]], reasons: list[str]) ->
     for law, events in LAW_EVENTS.items():
         for event in events:
             add(str(law), event, _MEANINGS[event], _sum(result.features[event] for _, result in results))
-    alike = _sum(_total(result) for run, result in results if run.alike)
-    if any(run.alike for run, _ in results):
-        add("9", "tokens alike", "every token replaced by one that compresses alike", alike)
-    policies = len({run.policy for run, _ in results})
-    agree = _sum(_total(result) for _, result in results)
-    add("10", f"{policies} ways agree", "stateless, and slots under every window policy", agree)
+        if law == 9 and any(run.alike for run, _ in results):
+            alike = _sum(_total(result) for run, result in results if run.alike)
+            add("9", "tokens alike", "every token replaced by one that compresses alike", alike)
+        if law == 10:
+            policies = len({run.policy for run, _ in results})
+            agree = _sum(_total(result) for _, result in results)
+            add("10", f"{policies} ways agree", "stateless, and slots under every window policy", agree)
     return table
 
 

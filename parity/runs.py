@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from parity.actions import Action
 from parity.compare import Comparison, Judge
 from parity.corpus import Corpus, Mix
 from parity.protocol import Implementation
@@ -41,9 +43,9 @@ class Size:
     rows: int
 
 
-SMALL = Size(Mix((1, 200), (1, 24), (1, 24), 16), 128, 16, 320, (16, 32, 64, 128), (4, 8, 16), 30_000)
+SMALL = Size(Mix((1, 160), (1, 24), (1, 24), 16, longest=200), 128, 16, 160, (16, 32, 64, 128), (4, 8, 16), 30_000)
 LARGE = Size(
-    Mix((1, 6000), (1, 48), (1, 576), 64, per_step=8),
+    Mix((1, 6000), (1, 48), (1, 576), 64, per_step=8, longest=16_000),
     16384,
     256,
     16384,
@@ -55,7 +57,13 @@ LARGE = Size(
 
 @dataclass(frozen=True)
 class Run:
-    """Name one run: its world, its policy, and how the implementation is shown the step."""
+    """Name one run: its world, its policy, how the engine runs and how the implementation is shown the step.
+
+    Attributes:
+        engine: fields of the engine's configuration in which the run differs from the others.
+        actions: what befalls the engine, each every so many steps.
+        far: whether imports stand past position 2^31.
+    """
 
     name: str
     world: World
@@ -63,18 +71,27 @@ class Run:
     strided: bool = False
     alike: bool = False
     ids_dtype: torch.dtype = torch.int64
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    actions: tuple[Action, ...] = ()
+    far: bool = False
 
 
 def all_runs(world: World) -> list[Run]:
-    """List the runs: each policy once, the slots under another pad token, and tokens in disguise (law 9)."""
+    """List the runs: each policy with all that may befall an engine, the slots under another pad token and tokens in
+    disguise (law 9).
+    """
+    i32, every = torch.int32, tuple(Action)
+    window = {"sliding_window": 64, "offload_blocks": 256}
     return [
-        Run("stateless", world, Policy.STATELESS, strided=True, ids_dtype=torch.int32),
-        Run("prompt only", world, Policy.PROMPT_ONLY),
-        Run("known ids", world, Policy.KNOWN_IDS, ids_dtype=torch.int32),
-        Run("lagging", world, Policy.LAGGING, strided=True),
-        Run("slots only", world, Policy.SLOTS_ONLY, ids_dtype=torch.int32),
-        Run("another pad", with_another_pad(world), Policy.LAGGING),
-        Run("tokens alike", world, Policy.SLOTS_ONLY, alike=True),
+        Run("stateless", world, Policy.STATELESS, True, ids_dtype=i32, engine={"lag": 2}, actions=every, far=True),
+        Run("prompt only", world, Policy.PROMPT_ONLY, engine={"overcommit": True, "offload_blocks": 64}, actions=every),
+        Run("known ids", world, Policy.KNOWN_IDS, ids_dtype=i32, engine={"other_group": 24}, actions=every),
+        Run("lagging", world, Policy.LAGGING, True, engine={"lag": 2, "unruly": True}, actions=every),
+        Run("slots only", world, Policy.SLOTS_ONLY, ids_dtype=i32, engine={"in_order": True, **window}, actions=every),
+        Run("another pad", with_another_pad(world), Policy.LAGGING, engine={"overcommit": True}, actions=every),
+        Run("tokens alike", world, Policy.SLOTS_ONLY, alike=True, engine={"unruly": True}),
+        Run("one-token blocks", world, Policy.LAGGING, engine={"block_size": 1, "sliding_window": 4}, actions=every),
+        Run("large blocks", world, Policy.SLOTS_ONLY, engine={"block_size": 256, "lag": 2}, actions=every),
     ]
 
 
@@ -103,22 +120,27 @@ def execute(
 ) -> Comparison:
     """Run one run until `rows` live rows were scheduled, and give what the judge saw."""
     rng = Rng(seed)
-    engine = EngineConfig(
-        policy=one.policy,
-        block_size=size.mix.block_size,
-        num_blocks=size.num_blocks,
-        token_budget=size.token_budget,
-        max_requests=size.max_requests,
-        lookback=one.world.config.lookback,
-        num_drafts=3,
-        pad_tokens=size.pad_tokens,
-        pad_requests=size.pad_requests,
-        ids_dtype=one.ids_dtype,
-        seed=seed,
-    )
+    block_size = one.engine.get("block_size", size.mix.block_size)
+    mix = replace(size.mix, block_size=block_size, offset=2**31 if one.far else 0)
+    fields = {
+        "policy": one.policy,
+        "block_size": block_size,
+        "num_blocks": max(size.num_blocks * size.mix.block_size // block_size, 4 * size.max_requests),
+        "token_budget": size.token_budget,
+        "max_requests": size.max_requests,
+        "lookback": one.world.config.lookback,
+        "num_drafts": 3,
+        "pad_tokens": size.pad_tokens,
+        "pad_requests": size.pad_requests,
+        "ids_dtype": one.ids_dtype,
+        "max_model_length": mix.longest + mix.answer[1] // 2,
+        "seed": seed,
+    }
+    engine = EngineConfig(**{**fields, **one.engine})
     budgets = tuple(_budgets(rng, size.token_budget))
     accepts = tuple(rng.below(4) for _ in range(61))
-    workload = Workload(engine, corpus.prompts(rng, size.mix), budgets, accepts, rows)
+    actions = tuple(rng.pick(one.actions) for _ in range(97)) if one.actions else ()
+    workload = Workload(engine, corpus.prompts(rng, mix), budgets, accepts, rows, actions)
     judge = Judge(
         one.world,
         implementations,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from parity.actions import Action
 from parity.workload import Prompt, Workload
 from parity.world import World
 from serving.engine import EngineConfig
 from serving.rng import Rng
 from serving.runner import Policy
 
-BLOCK_SIZES = (1, 2, 3, 4, 8, 16)
+BLOCK_SIZES = (1, 2, 3, 4, 8, 16, 256)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Shape:
         imported: whether every prompt's leading KV comes from elsewhere, or is handed over.
         dead: whether every prompt has a dead span.
         padded: whether every step is padded.
+        actions: what may befall the engine, drawn a step.
+        features: whether the engine may have a window, groups, a host store, overcommit, an unruly scheduler, a limit.
     """
 
     policies: Sequence[Policy] = tuple(Policy)
@@ -39,6 +43,8 @@ class Shape:
     imported: bool = False
     dead: bool = False
     padded: bool = False
+    actions: Sequence[Action] = ()
+    features: bool = False
 
 
 def edges(lookback: int, block_size: int, drafts: int) -> list[int]:
@@ -67,16 +73,26 @@ def workloads(draw: st.DrawFn, world: World, shape: Shape) -> Workload:
         earlier = prompts if shape.shared or draw(st.booleans()) else []
         prompts.append(_prompt(draw, world, shape, lengths, block_size, earlier, arrival=draw(st.integers(0, number))))
     prompts.sort(key=lambda prompt: prompt.arrival)
+    policy = draw(st.sampled_from(list(shape.policies)))
+    if shape.features:
+        prompts = [_outlying(draw, world, prompt, lookback, block_size, policy) for prompt in prompts]
+
+    features = draw(_features(lookback, block_size)) if shape.features else {}
+    other = features.get("other_group")
 
     def blocks(prompt: Prompt) -> int:
-        return -(-(len(prompt.tokens) + len(prompt.answer) + drafts) // block_size)
+        own = -(-(len(prompt.tokens) + len(prompt.answer) + drafts) // block_size)
+        return own + (-(-own * block_size // other) if other else 0)
 
     needs = [blocks(prompt) for prompt in prompts]
+    longest = max(len(document) for prompt in prompts for document in (prompt.tokens, *prompt.documents))
     most = max(max(lengths), 24)
     engine = EngineConfig(
-        policy=draw(st.sampled_from(list(shape.policies))),
+        **features,
+        policy=policy,
         block_size=block_size,
-        num_blocks=draw(st.integers(max(needs), sum(needs) + 2)),
+        max_model_length=draw(st.sampled_from([None, longest + 1, longest + 4])) if shape.features else None,
+        num_blocks=1 + draw(st.integers(max(needs), sum(needs) + 2)),
         token_budget=most,
         max_requests=draw(st.integers(1, 4)) if shape.prompts[0] == 1 else 4,
         lookback=lookback,
@@ -88,7 +104,36 @@ def workloads(draw: st.DrawFn, world: World, shape: Shape) -> Workload:
     )
     budgets = draw(st.lists(st.sampled_from([*lengths, most]), max_size=4))
     accepts = draw(st.lists(st.integers(0, drafts), min_size=1, max_size=4))
-    return Workload(engine, tuple(prompts), tuple(budgets), tuple(accepts))
+    actions = draw(st.lists(st.sampled_from(list(shape.actions)), max_size=6)) if shape.actions else []
+    return Workload(engine, tuple(prompts), tuple(budgets), tuple(accepts), actions=tuple(actions))
+
+
+def _features(lookback: int, block_size: int) -> st.SearchStrategy[dict[str, Any]]:
+    windows = st.sampled_from([None, lookback + 1, lookback + 2, block_size + lookback, 8])
+    return st.fixed_dictionaries(
+        {
+            "lag": st.integers(1, 3),
+            "sliding_window": windows.map(lambda window: window and max(window, lookback + 1)),
+            "other_group": st.sampled_from([None, 1, 2, 5, 2 * block_size]),
+            "offload_blocks": st.sampled_from([0, 2, 64]),
+            "overcommit": st.booleans(),
+            "unruly": st.booleans(),
+            "in_order": st.booleans(),
+        }
+    )
+
+
+def _outlying(draw: st.DrawFn, world: World, prompt: Prompt, lookback: int, block_size: int, policy: Policy) -> Prompt:
+    """Draw whether a prompt has documents behind it, or stands at very long positions."""
+    kind = draw(st.integers(0, 5))
+    if kind == 0 and not prompt.handed_over and not prompt.imported and not prompt.dead.any():
+        lengths = draw(st.lists(st.integers(1, min(9, max(1, len(prompt.tokens)))), min_size=1, max_size=3))
+        return replace(prompt, documents=tuple(tokens(draw, world, length) for length in lengths))
+    if kind == 1 and prompt.imported >= lookback:
+        # Without slots there is no block table, which would have a column for every block before.
+        far = 2**31 if policy is Policy.STATELESS else 300
+        return replace(prompt, offset=-(-far // block_size) * block_size)
+    return prompt
 
 
 def _prompt(
@@ -106,8 +151,12 @@ def _prompt(
     if shape.dead or draw(st.integers(0, 3)) == 0:
         begin = draw(st.integers(0, length - 1))
         end = min(length, begin + draw(st.integers(1, 5)))
-        own[begin:end] = draw(st.sampled_from(world.image_tokens))
-        dead[begin:end] = True
+        spans = [slice(begin, end)]
+        if end + 1 < length and draw(st.booleans()):
+            spans.append(slice(end + 1, end + 2))
+        for span in spans:
+            own[span] = draw(st.sampled_from(world.image_tokens))
+            dead[span] = True
     if earlier:
         source = draw(st.sampled_from(earlier))
         stream = np.concatenate([source.tokens, source.answer])

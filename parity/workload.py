@@ -8,6 +8,7 @@ from itertools import cycle
 
 import numpy as np
 
+from parity.actions import Action, before_step, in_flight, parts_of
 from serving.engine import Engine, EngineConfig
 from serving.rng import Rng
 from serving.step import Step
@@ -25,6 +26,8 @@ class Prompt:
         imported: leading tokens whose KV arrives from elsewhere.
         arrival: the step before which it is added.
         handed_over: whether another engine prefills it and this one imports the result.
+        offset: positions before it, whose ids nobody kept.
+        documents: prompts that stand behind this one in one packed sequence, each with positions from 0.
     """
 
     tokens: np.ndarray
@@ -33,6 +36,8 @@ class Prompt:
     imported: int = 0
     arrival: int = 0
     handed_over: bool = False
+    offset: int = 0
+    documents: tuple[np.ndarray, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +50,7 @@ class Workload:
         budgets: token budgets; empty: the engine's own.
         accepts: how many leading drafts of each request's next verify are right.
         rows: no prompt is added any more once so many rows were scheduled; None: all are added.
+        actions: what befalls the engines, step by step; cycled while `rows` are still to come, else gone through once.
     """
 
     engine: EngineConfig
@@ -52,6 +58,7 @@ class Workload:
     budgets: Sequence[int] = ()
     accepts: Sequence[int] = (0,)
     rows: int | None = None
+    actions: Sequence[Action] = ()
 
 
 @dataclass
@@ -72,8 +79,8 @@ class Session:
     def __post_init__(self) -> None:
         self.engine = Engine(self.config, self._propose)
         self._rng = Rng(self.config.seed + 1)
+        self.dice = Rng(self.config.seed + 3)
         self._scripts: dict[int, np.ndarray] = {}
-        self._ends: dict[int, int] = {}
 
     @property
     def alive(self) -> int:
@@ -82,8 +89,18 @@ class Session:
 
     def add(self, prompt: Prompt) -> int:
         """Queue a prompt; give its request id."""
+        if prompt.documents:
+            documents = (prompt.tokens, *prompt.documents)
+            added = self.engine.add_packed(documents, max_new_tokens=len(prompt.answer))
+            for request, tokens in zip(added, documents, strict=True):
+                self._scripts[request] = np.concatenate([tokens, prompt.answer])
+            return added[0]
         request = self.engine.add(
-            prompt.tokens, dead=prompt.dead, max_new_tokens=len(prompt.answer), imported=prompt.imported
+            prompt.tokens,
+            dead=prompt.dead,
+            max_new_tokens=len(prompt.answer),
+            imported=prompt.imported,
+            offset=prompt.offset,
         )
         return self._remember(request, np.concatenate([prompt.tokens, prompt.answer]))
 
@@ -95,12 +112,33 @@ class Session:
         """Export a request; give it with what its model has yet to say."""
         export = self.engine.export(request)
         self.engine.forget(request)
-        del self._ends[request]
         return export, self._scripts.pop(request)[len(export.tokens) :]
 
     def script(self, request: int) -> np.ndarray:
         """Give the whole stream that a live request is going to have."""
         return self._scripts[request]
+
+    def abort(self, request: int) -> None:
+        """End a request at once."""
+        self.engine.abort(request)
+        self._drop(request)
+
+    def fork(self, request: int) -> int:
+        """Fork a decoding request; the fork's newest token and all its later ones are its own."""
+        length, script = len(self.engine.stream(request)), self._other_words(request)
+        return self._remember(self.engine.fork(request, int(script[length - 1])), script)
+
+    def reorder(self, beam: int, parent: int) -> int:
+        """Let a beam go on from another one's history; give its follower."""
+        length, script = len(self.engine.stream(parent)), self._other_words(parent)
+        follower = self.engine.reorder({beam: parent}, {beam: int(script[length - 1])})[beam]
+        self._drop(beam)
+        return self._remember(follower, script)
+
+    def sleep(self) -> None:
+        """Lose the KV cache, with or without a copy of what stood in it, and wake with another one."""
+        self.engine.sleep(reload=self.dice.chance(1, 2))
+        self.engine.wake(self.config.num_blocks + self.dice.below(3))
 
     def step(self, budget: int | None = None, right: int = 0) -> Step | None:
         """Plan the next step, in which the first `right` drafts of every request are right."""
@@ -111,33 +149,45 @@ class Session:
         """Let the model answer a step; give the requests that ended with it."""
         sampled = {}
         for piece in step.pieces:
-            if piece.num_sampled:
+            if piece.num_sampled and piece.request_id in self._scripts:
                 first = piece.end - piece.num_drafts
                 sampled[piece.request_id] = self._words(piece.request_id, first, piece.num_sampled).tolist()
         self.engine.update(sampled)
-        ended = [request for request in sampled if len(self.engine.stream(request)) == self._ends[request]]
+        running = set(self.engine.running)
+        ended = [request for request in sampled if request not in running]
         for request in ended:
-            self.engine.forget(request)
-            del self._scripts[request], self._ends[request]
+            self._drop(request)
         return ended
 
     def _remember(self, request: int, script: np.ndarray) -> int:
-        self._scripts[request], self._ends[request] = script, len(script)
+        self._scripts[request] = script
         return request
+
+    def _drop(self, request: int) -> None:
+        self.engine.forget(request)
+        del self._scripts[request]
+
+    def _other_words(self, request: int) -> np.ndarray:
+        script, length = self._scripts[request].copy(), len(self.engine.stream(request))
+        script[: length - 1] = self.engine.stream(request)[: length - 1]
+        script[length - 1 :] = (script[length - 1 :] + 1 + self.dice.below(7)) % self.vocabulary
+        return script
 
     def _words(self, request: int, first: int, count: int) -> np.ndarray:
         script = self._scripts[request]
         return script[np.minimum(np.arange(first, first + count), len(script) - 1)]  # past the end nothing counts
 
     def _propose(self, request: int, stream: np.ndarray) -> list[int]:
-        drafts = self._words(request, len(stream), self.config.num_drafts)
+        most = self.config.num_drafts
+        count = most if self._rng.chance(3, 4) else self._rng.below(most + 1)
+        drafts = self._words(request, len(stream), count)
         for index in range(min(self.right, len(drafts)), len(drafts)):
             drafts[index] = (drafts[index] + 1 + self._rng.below(self.vocabulary - 1)) % self.vocabulary
         return drafts.tolist()
 
 
 def run(workload: Workload, vocabulary: int) -> Iterator[tuple[Session, Step]]:
-    """Yield every step of a workload with the session whose engine made it; the model answers when asked for the next.
+    """Yield every forward call of a workload with the session whose engine made it; the model answers behind its step.
 
     Prompts that are handed over run on a second engine first, of the same configuration but for its seed.
     """
@@ -145,6 +195,7 @@ def run(workload: Workload, vocabulary: int) -> Iterator[tuple[Session, Step]]:
     main = Session(config, vocabulary)
     prefill = Session(replace(config, seed=config.seed + 2), vocabulary)
     plans = {id(one): zip(cycle(workload.budgets or [None]), cycle(workload.accepts)) for one in (prefill, main)}
+    actions = {id(one): iter(workload.actions) for one in (prefill, main)}
     prompts = iter(workload.prompts)
     waiting = next(prompts, None)
     clock = rows = 0
@@ -153,14 +204,26 @@ def run(workload: Workload, vocabulary: int) -> Iterator[tuple[Session, Step]]:
             (prefill if waiting.handed_over else main).add(waiting)
             waiting = next(prompts, None) if workload.rows is None or rows < workload.rows else None
         for session in (prefill, main):
-            step = session.step(*next(plans[id(session)])) if session.alive else None
+            if not session.alive:
+                continue
+            budget, right = next(plans[id(session)])
+            action = next(actions[id(session)], None)
+            if action is None:
+                action = Action.NOTHING
+                if workload.rows is not None and rows < workload.rows:
+                    actions[id(session)] = iter(workload.actions)
+            before_step(session, action)
+            step = session.step(budget, right)
             if step is None:
                 continue
-            yield session, step
-            rows += step.num_tokens
-            ended = session.answer(step)
+            for part in parts_of(session, action, step):
+                yield session, part
+                rows += part.num_tokens
+            in_flight(session, action, step)
+            session.answer(step)
             if session is prefill:
+                decoding = set(prefill.engine.decoding)
                 for piece in step.pieces:
-                    if piece.num_sampled and piece.request_id not in ended:
+                    if piece.request_id in decoding:
                         main.take_over(*prefill.hand_over(piece.request_id))
         clock += 1

@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
+NULL_BLOCK = 0
+
 
 class BlockPool:
     """Hand out blocks, counting references; every block is either free or referenced.
@@ -12,17 +14,23 @@ class BlockPool:
 
     Args:
         order: the block numbers 0 .. n-1 in the order in which they are first handed out.
+        null_block: whether block 0 is kept back, to stand in tables where a block was given up.
 
     Raises:
         ValueError: order is not a permutation of 0 .. n-1.
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[int], *, null_block: bool = False) -> None:
         if sorted(order) != list(range(len(order))):
             raise ValueError(f"order: got {order}, expected every block number below {len(order)} once")
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(order)
+        if null_block:
+            del self._free[NULL_BLOCK]
+        self.num_usable = len(self._free)
         self._references = [0] * len(order)
         self._owners = [0] * len(order)
+        self._aborted: set[int] = set()
+        self._from_aborted = [False] * len(order)
 
     @property
     def num_blocks(self) -> int:
@@ -58,6 +66,8 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         self._references[block] = 1
         self._owners[block] += 1
+        self._from_aborted[block] = block in self._aborted
+        self._aborted.discard(block)
         return block
 
     def share(self, block: int) -> None:
@@ -66,8 +76,16 @@ class BlockPool:
             del self._free[block]
         self._references[block] += 1
 
-    def release(self, block: int) -> None:
+    def from_aborted(self, block: int) -> bool:
+        """Whether a request that was aborted held this block last, before it was handed out afresh."""
+        return self._from_aborted[block]
+
+    def release(self, block: int, *, aborted: bool = False) -> None:
         """Drop a reference; the last one puts the block at the end of the free list.
+
+        Args:
+            block: its number.
+            aborted: whether its holder was aborted.
 
         Raises:
             RuntimeError: nobody references the block.
@@ -77,3 +95,5 @@ class BlockPool:
         self._references[block] -= 1
         if self._references[block] == 0:
             self._free[block] = None
+            if aborted:
+                self._aborted.add(block)

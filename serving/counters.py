@@ -9,7 +9,8 @@ class Counters:
 
     `steps`, `pieces`, `tokens` (scheduled, drafts included), `sampled` (tokens appended), `prefix_hits` (requests),
     `hit_tokens`, `same_step_hits` (requests), `drafts`, `rejected_drafts`, `evictions` (cached blocks overwritten),
-    `imports`, `exports`, `finished` (requests that reached their last token), `padded_steps`.
+    `imports`, `exports`, `finished` (requests that reached their last token), `padded_steps`, `preemptions`,
+    `loaded_blocks` (from the host's store), `given_up` (blocks behind a sliding window), `forks`, `aborts`, `sleeps`.
     """
 
     steps: int = 0
@@ -26,3 +27,9 @@ class Counters:
     exports: int = 0
     finished: int = 0
     padded_steps: int = 0
+    preemptions: int = 0
+    loaded_blocks: int = 0
+    given_up: int = 0
+    forks: int = 0
+    aborts: int = 0
+    sleeps: int = 0

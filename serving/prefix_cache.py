@@ -1,5 +1,6 @@
 """Find the block that already holds a prefix, by its content."""
 
+from collections import OrderedDict
 from hashlib import blake2b
 
 import numpy as np
@@ -30,18 +31,19 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
-        self._entries: dict[int, tuple[bytes, int]] = {}
+        self._entries: dict[int, tuple[bytes, int, bool]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def publish(self, key: bytes, block: int, step: int) -> None:
+    def publish(self, key: bytes, block: int, step: int, *, slotless: bool = False) -> None:
         """Offer a full block to later requests.
 
         Args:
             key: its `chain_key`.
             block: a block that is in no entry yet.
             step: index of the step that writes the block's last token, -1 if none does (it was imported).
+            slotless: whether a position of the block was loaded, so that no step wrote its slot.
 
         Raises:
             RuntimeError: the block already has an entry.
@@ -50,7 +52,7 @@ class PrefixCache:
             raise RuntimeError(f"block {block}: got a second entry, expected one that was dropped when it was reused")
         if key not in self._blocks:
             self._blocks[key] = block
-            self._entries[block] = key, step
+            self._entries[block] = key, step, slotless
 
     def find(self, key: bytes) -> int | None:
         """The block that holds this content, or None."""
@@ -60,10 +62,44 @@ class PrefixCache:
         """The step that wrote the last token of a published block."""
         return self._entries[block][1]
 
-    def drop(self, block: int) -> bool:
-        """Forget a block that is about to be overwritten; True if there was an entry to lose."""
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of all published blocks, in the order in which they were."""
+        return list(self._blocks)
+
+    def slotless(self, block: int) -> bool:
+        """Whether a position of a published block has no slot that a step wrote."""
+        return self._entries[block][2]
+
+    def drop(self, block: int) -> bytes | None:
+        """Forget a block that is about to be overwritten; the key of its entry if it had one."""
         entry = self._entries.pop(block, None)
         if entry is None:
-            return False
+            return None
         del self._blocks[entry[0]]
-        return True
+        return entry[0]
+
+
+class HostStore:
+    """Remember which blocks were copied to the host when they were overwritten: their KV, and nothing else of them.
+
+    Args:
+        capacity: blocks; the one that was stored or loaded longest ago makes room.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def save(self, key: bytes) -> None:
+        """Store a block under its key, or make it the newest if it is there."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)  # at once, where there is no room at all

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.block_pool import BlockPool
 from serving.counters import Counters
-from serving.prefix_cache import PrefixCache
+from serving.placement import Placement
 from serving.request import Request
+from serving.rng import Rng
 from serving.speculation import Drafter
-
-NEVER = -1  # the step that wrote an imported block
 
 
 @dataclass(slots=True, eq=False)
@@ -32,40 +30,42 @@ class Cut:
     def num_sampled(self) -> int:
         """Tokens that the model returns: none before the prompt's last chunk, else one more than drafts."""
         request, end = self.request, self.start + self.count
-        return end - self.true_end + 1 if end >= request.prompt_length else 0
+        return end - self.true_end + 1 if end >= request.target else 0
 
 
 class Scheduler:
-    """Keep the requests, share the token budget among them, and give them blocks.
+    """Keep the requests, share the token budget among them, and preempt where blocks run out.
 
-    Decodes come first, then prompts that were begun, then waiting requests in order of arrival. A waiting request is
-    admitted only if the pool holds its whole length beside all that running requests may still take, so that no
-    admitted request ever lacks a block; those behind it wait as well.
+    Decodes come first, then prompts that were begun, then waiting requests in order of arrival; those behind one that
+    has no room wait as well. Without overcommit a request is admitted only if the pool holds its whole length beside
+    all that running requests may still take, so that no admitted request ever lacks a block. With it, room for what is
+    known now will do, and the request that was admitted last gives way where blocks run out.
 
     Args:
-        pool: the blocks.
-        cache: the shared prefixes; None shares nothing.
+        placement: gives and takes blocks.
         drafter: gives the drafts of a decode.
-        block_size: B.
         max_requests: requests that run at once.
-        share_imports: whether blocks with imported positions may be hit by other requests.
-        counters: told of hits, drafts and evictions.
+        overcommit: whether requests may come to lack blocks.
+        may_reload: whether a request can come back with its KV alone; every second one that gives way does.
+        unruly: whether running requests are planned in a drawn order and passed over now and then; draws from it.
+        longest: positions of a request, at most.
+        counters: told of drafts and preemptions.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
-        cache: PrefixCache | None,
+        placement: Placement,
         drafter: Drafter,
         *,
-        block_size: int,
         max_requests: int,
-        share_imports: bool,
+        overcommit: bool,
+        unruly: Rng | None,
+        longest: int | None,
         counters: Counters,
     ) -> None:
-        self._pool, self._cache, self._drafter = pool, cache, drafter
-        self._block_size, self._max_requests = block_size, max_requests
-        self._share_imports = share_imports
+        self.placement, self._drafter = placement, drafter
+        self._max_requests, self._overcommit, self._unruly = max_requests, overcommit, unruly
+        self._longest = longest
         self._counters = counters
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
@@ -73,85 +73,84 @@ class Scheduler:
     def schedule(self, budget: int, step: int) -> list[Cut]:
         """Plan one step of at most `budget` tokens; step is its index."""
         cuts: list[Cut] = []
-        decodes = [request for request in self.running.values() if not request.prefills]
-        prompts = [request for request in self.running.values() if request.prefills]
-        for request in decodes + prompts:
+        for request in self._order():
             if budget == 0:
                 break
             cuts.append(self._cut(request, budget))
             budget -= cuts[-1].count
         # Blocks change hands only when every draft is in: a draft model that fails leaves nothing half done.
+        gave_way = self._make_room(cuts)
         for cut in cuts:
             self._place(cut, step)
-        while budget and self.waiting and len(self.running) < self._max_requests and self._admit(step):
+        while budget and not gave_way and self.waiting and len(self.running) < self._max_requests and self._admit(step):
             cuts.append(self._cut(next(reversed(self.running.values())), budget))
             self._place(cuts[-1], step)
             budget -= cuts[-1].count
         return cuts
 
-    def publish(self, request: Request, end: int, step: int) -> None:
-        """Offer the request's full blocks below `end` to others; their tokens are true and written by this step."""
-        if self._cache is None:
-            return
-        for index in range(request.published, end // self._block_size):
-            filled = step if (index + 1) * self._block_size > request.imported else NEVER
-            self._cache.publish(request.key(index), request.blocks[index], filled)
-            request.published = index + 1
-
-    def end(self, request: Request) -> None:
-        """Take a request out and free its blocks, the last first: a prefix outlives what follows it."""
+    def preempt(self, request: Request, *, reload: bool) -> None:
+        """Take a running request's blocks; it waits before all others, to be computed anew or loaded."""
         del self.running[request.id]
-        for block in reversed(request.blocks):
-            self._pool.release(block)
+        self.placement.release(request)
+        request.rewind(reload=reload)
+        request.marks.add("preempted, reload" if reload else "preempted, recompute")
+        self.waiting.appendleft(request)
+        self._counters.preemptions += 1
+
+    def end(self, request: Request, *, aborted: bool = False) -> None:
+        """Take a request out, wherever it is, and free its blocks."""
+        if self.running.pop(request.id, None) is None:
+            self.waiting.remove(request)
+        self.placement.release(request, aborted=aborted)
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether so many blocks may be taken beside all that running requests are promised."""
+        return self.placement.num_free - self._promised() >= blocks
+
+    def _order(self) -> list[Request]:
+        running = list(self.running.values())
+        if self._unruly is not None and running:
+            turn = self._unruly.below(len(running))
+            running = running[turn:] + running[:turn]
+            running = [one for at, one in enumerate(running) if at == 0 or not self._unruly.chance(1, 4)]
+        decodes = [request for request in running if not request.prefills]
+        return decodes + [request for request in running if request.prefills]
 
     def _cut(self, request: Request, budget: int) -> Cut:
         if request.prefills:
-            return Cut(request, request.computed, min(request.prompt_length - request.computed, budget), None)
-        drafts = self._drafter.draft(request.id, request.stream[: request.length], budget - 1)
+            return Cut(request, request.computed, min(request.target - request.computed, budget), None)
+        room = budget - 1 if self._longest is None else min(budget - 1, self._longest - request.length)
+        drafts = self._drafter.draft(request.id, request.stream[: request.length], room)
         return Cut(request, request.computed, 1 + (0 if drafts is None else len(drafts)), drafts)
 
+    def _make_room(self, cuts: list[Cut]) -> bool:
+        if not self._overcommit:
+            return False
+        gave_way = False
+        while sum(self.placement.need(c.request, c.start + c.count) for c in cuts) > self.placement.num_free:
+            victim = next(reversed(self.running.values()))
+            cuts[:] = [cut for cut in cuts if cut.request is not victim]
+            self.preempt(victim, reload=self._counters.preemptions % 2 == 1 and self.placement.may_reload(victim))
+            gave_way = True
+        return gave_way
+
     def _place(self, cut: Cut, step: int) -> None:
-        request, end = cut.request, cut.start + cut.count
-        while len(request.blocks) * self._block_size < end:
-            block = self._pool.take()
-            if self._cache is not None and self._cache.drop(block):
-                self._counters.evictions += 1
-            request.hold(block)
-        self._counters.drafts += end - cut.true_end
-        self.publish(request, cut.true_end, step)
+        self._counters.drafts += cut.start + cut.count - cut.true_end
+        self.placement.grow(cut.request, cut.start, cut.start + cut.count)
+        self.placement.publish(cut.request, cut.true_end, step)
+
+    def _promised(self) -> int:
+        if self._overcommit:
+            return 0
+        return sum(
+            self.placement.most(other) - len(other.blocks) - len(other.others) for other in self.running.values()
+        )
 
     def _admit(self, step: int) -> bool:
         request = self.waiting[0]
-        hits = self._hits(request)
-        promised = sum(other.max_blocks - len(other.blocks) for other in self.running.values())
-        living = sum(self._pool.references(block) > 0 for block in hits)
-        if self._pool.num_free - promised < request.max_blocks - living:
+        hits = self.placement.find_hits(request)
+        if not self.has_room(self.placement.price(request, hits, whole=not self._overcommit)):
             return False
         self.running[request.id] = self.waiting.popleft()
-        for block in hits:
-            self._pool.share(block)
-            request.hold(block)
-        request.published = len(hits)
-        request.entry = request.computed = request.imported or len(hits) * self._block_size
-        if request.imported and not self._share_imports:
-            request.published = -(-request.imported // self._block_size)
-        self._count_hits(request, hits, step)
+        self.placement.enter(request, hits, step)
         return True
-
-    def _hits(self, request: Request) -> list[int]:
-        # The last prompt token is always computed: its row is what the first sample comes from.
-        hits: list[int] = []
-        if self._cache is not None and not request.imported:
-            for index in range((request.prompt_length - 1) // self._block_size):
-                block = self._cache.find(request.key(index))
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
-
-    def _count_hits(self, request: Request, hits: list[int], step: int) -> None:
-        if hits and self._cache is not None:
-            request.hit_in_step = any(self._cache.filled_in(block) == step for block in hits)
-            self._counters.prefix_hits += 1
-            self._counters.hit_tokens += len(hits) * self._block_size
-            self._counters.same_step_hits += request.hit_in_step

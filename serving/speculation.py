@@ -1,6 +1,6 @@
 """Drafts: where they come from and how many of them the model keeps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -58,12 +58,26 @@ def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return accepted
 
 
-def check_sampled(request_id: int, sampled: Sequence[int], expected: int, largest: int) -> list[int]:
-    """Return the ids that the model gave for one piece as a list.
+def check_sampled(expected: Mapping[int, int], sampled: Mapping[int, Sequence[int]], largest: int) -> list[list[int]]:
+    """Return the ids that the model gave, a list a request.
+
+    Args:
+        expected: request id -> how many ids it must give.
+        sampled: request id -> what it gave; may lack those that give nothing, and hold others.
+        largest: the largest legal token id.
 
     Raises:
-        TypeError, ValueError: another number of ids than `expected`, or an id outside [0, largest].
+        TypeError, ValueError: another number of ids than expected, or an id outside [0, largest].
     """
-    if len(sampled) != expected:
-        raise ValueError(f"sampled[{request_id}]: got {len(sampled)} ids, expected {expected}")
-    return check_ids(f"sampled[{request_id}]", sampled, largest).tolist() if expected else []
+    given = [sampled.get(request_id, ()) for request_id in expected]
+    for (request_id, count), ids in zip(expected.items(), given, strict=True):
+        if len(ids) != count:
+            raise ValueError(f"sampled[{request_id}]: got {len(ids)} ids, expected {count}")
+    flat = [one for ids in given for one in ids]
+    # One check of all ids; only where it fails are they looked at one by one, to name the request.
+    if not all(type(one) is int for one in flat) or (flat and not 0 <= min(flat) <= max(flat) <= largest):
+        named = zip(expected, given, strict=True)
+        return [
+            check_ids(f"sampled[{request_id}]", ids, largest).tolist() if len(ids) else [] for request_id, ids in named
+        ]
+    return [list(ids) for ids in given]

@@ -21,6 +21,35 @@ EVENT_MEANINGS: dict[str, str] = {
     "dead at chunk edge": "the first or last token of a cut chunk is dead",
     "block reuse": "the piece starts on a block that another request owned before",
     "padding": "tokens or requests of this step are padding",
+    "several drafts": "a verify of at least two drafts",
+    "ragged verify": "another request of this step verifies another number of drafts",
+    "draft runs ahead": "a draft model feeds one token a step to the slots that the verify will write again",
+    "host lags": "the window lacks a token that has not reached the host",
+    "host lags by two": "the window lacks a token that two updates have not brought to the host",
+    "starved": "first piece after a step in which the running request got no token",
+    "reordered": "the piece stands before one that it stood behind in the step before",
+    "budget change": "the step has another token budget than the one before",
+    "packed documents": "a document that begins in the step and the sequence in which the one before it does",
+    "several images": "two dead spans or more stand before the end of the piece",
+    "long position": "the positions are past 2^31",
+    "model's limit": "the piece feeds the last position that a request of the model's length feeds",
+    "preempted, recompute": "first piece of a request that lost its blocks and computes all anew",
+    "preempted, reload": "first piece of a request that lost its blocks and gets its KV back, without slots",
+    "off-load reload": "first piece of a request that hits blocks which only the host had: their slots are lost",
+    "fork": "first piece of a request that shares its computed blocks with the one it was forked from",
+    "copy on write": "first piece of a fork whose last block was copied",
+    "beam reorder": "first piece of a beam that goes on from another one's history",
+    "after abort": "the piece starts on a block that an aborted request held before",
+    "id reuse": "first piece of a request that has the handle of one that is gone",
+    "sleep and wake": "first piece after the KV cache was lost and another one bound",
+    "sliding window": "the table shows the null block for positions behind the window",
+    "window edge": "the lookback reaches the oldest block that the window has left",
+    "hybrid groups": "another group of layers takes blocks of another size from the same pool",
+    "one-token blocks": "a block has one slot",
+    "large blocks": "a block has 256 slots",
+    "microbatch": "the step runs in two parts",
+    "microbatch inside a request": "the part of a piece that was cut off from what stands before it",
+    "dummy step": "a step without a request, for a rank that must take part",
 }
 EVENTS: tuple[str, ...] = tuple(EVENT_MEANINGS)
 
@@ -39,6 +68,8 @@ class Piece:
         num_drafts: how many of the tokens are drafts.
         num_sampled: how many tokens the model is to return: 0 for an unfinished prompt, else 1 + num_drafts.
         events: what this piece exercises, keys of EVENT_MEANINGS.
+        handle: what the engine's user calls the request: not that of another living one, but maybe that of one before.
+        offset: positions before the stream, whose ids nobody kept; the tensors' positions have it added.
     """
 
     request_id: int
@@ -50,6 +81,8 @@ class Piece:
     num_drafts: int
     num_sampled: int
     events: frozenset[str]
+    handle: int = -1
+    offset: int = 0
 
     @property
     def end(self) -> int:
@@ -75,6 +108,10 @@ class Step:
         block_table: [R, blocks] int32, 0 where a request has no block; None in the stateless way.
         pieces: one a request with tokens, in batch order; padded requests have none.
         num_tokens: live tokens, query_start_loc[-1].
+        slot_copies: (source, target) slots of forked blocks: before the step's own writes, whoever keeps state by slot
+            copies it, all sources read before any target is written.
+        binding: KV caches that were bound before the present one; where it changes, all slots are lost.
+        events: what the step as a whole exercises.
     """
 
     index: int
@@ -88,6 +125,9 @@ class Step:
     block_table: torch.Tensor | None
     pieces: tuple[Piece, ...]
     num_tokens: int
+    slot_copies: tuple[tuple[int, int], ...] = ()
+    binding: int = 0
+    events: tuple[str, ...] = ()
 
     def arguments(self) -> dict[str, torch.Tensor | None]:
         """Return the eight tensors under the parameter names of a forward call."""

@@ -3,7 +3,9 @@
 from collections import Counter
 
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
+from parity.actions import Action
 from parity.strategies import Shape, workloads
 from parity.workload import run
 from parity.world import World
@@ -11,20 +13,24 @@ from serving.step import EVENTS
 
 
 def test_workloads_reach_every_edge(worlds: dict[str, World]) -> None:
-    """A few hundred cases contain every event, and chunks of 1, N-2, N-1, a block and its neighbours, and 1 + k."""
+    """Some hundred cases contain every event, and chunks of 1, N-2, N-1, a block and its neighbours, and 1 + k."""
     world = worlds["flash"]
     depth = world.config.lookback
     seen: Counter[str] = Counter()
     top = world.vocabulary - 1
 
     @settings(
-        max_examples=300,
+        max_examples=900,
         derandomize=True,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(workloads(world, Shape()))
+    @given(
+        st.one_of(
+            workloads(world, Shape()), workloads(world, Shape(prompts=(2, 5), features=True, actions=tuple(Action)))
+        )
+    )
     def look(workload: object) -> None:
         engine = workload.engine
         lengths = {
@@ -36,6 +42,7 @@ def test_workloads_reach_every_edge(worlds: dict[str, World]) -> None:
             "block+1": engine.block_size + 1,
         }
         for _, step in run(workload, world.vocabulary):
+            seen.update(step.events)
             for piece in step.pieces:
                 seen.update(piece.events)
                 if "chunk" in piece.events:

@@ -64,11 +64,14 @@ def test_every_step_is_what_the_definition_says(config: EngineConfig, commands: 
 
 @pytest.mark.parametrize("policy", Policy)
 def test_long_run_reaches_every_event(policy: Policy) -> None:
-    """A seeded run of one engine exercises every event, and reads both windows and slots where the policy does."""
+    """A seeded run of one engine that nothing befalls exercises every event that it can, and reads both windows and
+    slots where the policy does.
+    """
     world = play(roomy(policy), program(5, requests=120))
-    assert world.witness.seen == set(EVENTS)
+    assert world.witness.seen >= set(EVENTS[: EVENTS.index("padding") + 1])
     counters, lookbacks = world.engine.counters, world.witness.lookbacks
-    assert min(vars(counters).values()) > 0, counters
+    befallen = {"preemptions", "loaded_blocks", "given_up", "forks", "aborts", "sleeps"}
+    assert {name for name, count in vars(counters).items() if not count} == befallen
     assert lookbacks["window"] > 100
     assert (lookbacks["slot"] > 100) == (policy in (Policy.PROMPT_ONLY, Policy.LAGGING, Policy.SLOTS_ONLY))
 

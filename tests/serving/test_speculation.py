@@ -56,9 +56,9 @@ def test_drafts_need_a_draft_model() -> None:
 
 def test_sampled_has_one_more_than_drafts() -> None:
     """Any other number of ids is refused by name."""
-    assert check_sampled(3, [1, 2], 2, 99) == [1, 2]
-    assert check_sampled(3, [], 0, 99) == []
+    assert check_sampled({3: 2, 4: 0}, {3: [1, 2], 9: [7]}, 99) == [[1, 2], []]
+    assert check_sampled({3: 0}, {3: []}, 99) == [[]]
     with pytest.raises(ValueError, match=r"sampled\[3\]: got 1 ids, expected 2"):
-        check_sampled(3, [1], 2, 99)
+        check_sampled({3: 2}, {3: [1]}, 99)
     with pytest.raises(ValueError, match=r"sampled\[3\]: got ids 1 to 100, expected 0 to 99"):
-        check_sampled(3, [1, 100], 2, 99)
+        check_sampled({3: 2}, {3: [1, 100]}, 99)

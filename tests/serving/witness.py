@@ -1,5 +1,6 @@
 """A second bookkeeper that sees only what is public, and checks every step against the definition."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class Book:
     arrived: int = 0
     verdict: tuple[int, int] = (0, 0)
     row: list[int] = field(default_factory=list)
+    last_step: int = -1
 
 
 class Witness:
@@ -79,7 +81,9 @@ class Witness:
             self._check_memory(step, bounds)
         for row, piece in enumerate(step.pieces):
             self._check_window(step, row, piece)
-            assert piece.events == self._events(step, row, piece, bounds), (piece.start, piece.tokens)
+            facts = self._events(step, row, piece, bounds)
+            told = {name: name in piece.events for name in facts}
+            assert told == facts, (piece.start, piece.tokens)
             self.seen |= piece.events
         for piece in step.pieces:
             for block in self.live[piece.request_id].row:
@@ -201,7 +205,7 @@ class Witness:
                 assert self.written[slot] == names[position], f"position {position}: neither window nor slot knows it"
                 self.lookbacks["slot"] += 1
 
-    def _events(self, step: Step, row: int, piece: Piece, bounds: list[int]) -> set[str]:
+    def _events(self, step: Step, row: int, piece: Piece, bounds: list[int]) -> dict[str, bool]:
         book, size = self.live[piece.request_id], self.config.block_size
         start, end, prompt = piece.start, piece.end, book.prompt
         first, accepted, drafted = start == book.entry and start < prompt, *book.verdict
@@ -234,7 +238,23 @@ class Witness:
             facts["same-step hit"] = hit and any(int(b) in blocks for b in book.row[: start // size])
             before = self.holders.get(int(book.row[start // size]), set())
             facts["block reuse"] = bool(before - {piece.request_id})
-        return {name for name, true in facts.items() if true}
+        others = {other.num_drafts for other in step.pieces if other.num_drafts}
+        facts |= {
+            "several drafts": piece.num_drafts > 1,
+            "ragged verify": piece.num_drafts > 0 and len(others) > 1,
+            "one-token blocks": size == 1 and step.slot_mapping is not None,
+            "large blocks": size == 256 and step.slot_mapping is not None,
+            "several images": any(flag for _, flag in reach) and _spans(book.stream[:end]) > 1,
+            "starved": not first and book.last_step < step.index - 1,
+            "host lags": self.config.policy is Policy.LAGGING and book.arrived < start and book.arrived >= prompt,
+        }
+        book.last_step = step.index
+        return facts
+
+
+def _spans(stream: Sequence[Flagged]) -> int:
+    flags = [False, *(flag for _, flag in stream)]
+    return sum(now and not before for before, now in itertools.pairwise(flags))
 
 
 def _identities(stream: Sequence[Flagged]) -> list[int]:
