@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 import shlex
 import sys
@@ -27,7 +28,9 @@ from reference.token_map import load_tokenizer, token_map_for
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the main job; give the exit status."""
+    """Run the main job, or `record` or `replay` (see docs/traces.md); give the exit status."""
+    if (words := sys.argv[1:] if arguments is None else arguments)[:1] in (["record"], ["replay"]):
+        return int(importlib.import_module(f"parity.{words[0]}").main(words[1:]))
     parser = _parser()
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 132)
@@ -106,7 +109,9 @@ def load_world(name: str, tokenizer: Path | None) -> World:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m parity", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m parity", description=__doc__, epilog="Also: python -m parity record, replay (each with --help)."
+    )
     parser.add_argument(
         "--impl", action="append", metavar="MODULE",
         help="implementation to judge beside the reference: optimized (default) or a module of yours; repeatable",
