@@ -63,10 +63,11 @@ class Runner:
 
     def welcome(self, request: Request) -> None:
         """Start the mirror of a request that was added, or that lost its blocks: then the host waits for its stream."""
+        if not self._config.sound and self._policy is Policy.LAGGING and request.handle in self._mirrors:
+            return
         mirror = self._mirrors[request.handle] = HostMirror(request, self._config.lookback)
         known = {Policy.SLOTS_ONLY: request.imported, Policy.PROMPT_ONLY: request.prompt_length}
-        late = not self._config.sound and self._policy is Policy.LAGGING
-        mirror.learn(0, request.prompt_length if late else known.get(self._policy, request.length))
+        mirror.learn(0, known.get(self._policy, request.length))
 
     def loaded(self, request: Request) -> None:
         """Hear that blocks of a request were loaded, so that no slot knows their tokens."""
