@@ -17,6 +17,8 @@ import torch
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
+_PART = 8192  # tokens at a time in NumPy: what lies between values and rows then stays in the cache
+
 
 def ngram_hash(ids: Array, dead: Array, *, multipliers: Array, primes: Array, offsets: Array, pad_id: int) -> Array:
     """Hash every position of one request, from position 0.
@@ -42,7 +44,7 @@ def ngram_hash(ids: Array, dead: Array, *, multipliers: Array, primes: Array, of
         sources, blocked = lookback_torch(ids, dead, multipliers.shape[1])
         return hash_values(torch.where(blocked, pad_id, sources), multipliers, primes, offsets).to(torch.int32)
     sources, blocked = lookback_numpy(ids, dead, multipliers.shape[1])
-    return hash_values(np.where(blocked, np.int64(pad_id), sources), multipliers, primes, offsets).astype(np.int32)
+    return hash_values_numpy(np.where(blocked, np.int64(pad_id), sources), multipliers, primes, offsets)
 
 
 def lookback_numpy(ids: np.ndarray, dead: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +71,9 @@ def lookback_torch(ids: torch.Tensor, dead: torch.Tensor, depth: int) -> tuple[t
     return sources, blocked
 
 
-def hash_values(values: Array, multipliers: Array, primes: Array, offsets: Array) -> Array:
+def hash_values(
+    values: torch.Tensor, multipliers: torch.Tensor, primes: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
     """Mix and reduce: equations (4) and (5), from `[T, N]` int64 values to `[T, L, C]` int64 rows."""
     products = values[:, None, :] * multipliers  # [T, L, N], below 2^63 by the multipliers' bound
     mix = products[:, :, 0]
@@ -77,8 +81,26 @@ def hash_values(values: Array, multipliers: Array, primes: Array, offsets: Array
     for n in range(2, multipliers.shape[1] + 1):
         mix = mix ^ products[:, :, n - 1]
         rows.append(mix[:, :, None] % primes[:, n - 2])  # [T, L, H]
-    joined = torch.cat(rows, dim=2) if isinstance(values, torch.Tensor) else np.concatenate(rows, axis=2)
-    return joined + offsets
+    return torch.cat(rows, dim=2) + offsets
+
+
+def hash_values_numpy(
+    values: np.ndarray, multipliers: np.ndarray, primes: np.ndarray, offsets: np.ndarray
+) -> np.ndarray:
+    """Mix and reduce as `hash_values` does, column by column, to `[T, L, C]` int32 rows."""
+    layers, orders, heads = primes.shape
+    rows = np.empty((len(values), *offsets.shape), dtype=np.int32)
+    for first in range(0, len(values), _PART):
+        part = slice(first, first + _PART)
+        for layer in range(layers):
+            mix = values[part, 0] * multipliers[layer, 0]
+            for n in range(2, orders + 2):
+                mix = mix ^ values[part, n - 1] * multipliers[layer, n - 1]
+                for h in range(heads):
+                    c, prime = (n - 2) * heads + h, primes[layer, n - 2, h]
+                    # mix mod prime; by one number NumPy divides with SIMD, but does not take remainders so
+                    rows[part, layer, c] = mix - mix // prime * prime + offsets[layer, c]
+    return rows
 
 
 def _check(arrays: Mapping[str, np.ndarray | torch.Tensor]) -> None:
