@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from parity.choice import PARTS, choose, parse_parts
 from parity.compare import Comparison
 from parity.corpus import Corpus, encoder, read_texts
 from parity.device import choose_device
 from parity.diagnose import describe
+from parity.finding import Finding
+from parity.gate import judge_gate
+from parity.layer import judge_layer
+from parity.lookup import judge_lookup
 from parity.protocol import Implementation, load_implementation
-from parity.report import print_report
-from parity.runs import LARGE, SMALL, Run, all_runs, execute
+from parity.report import print_report, summary
+from parity.runs import LARGE, SMALL, Run, Size, all_runs, execute
 from parity.world import World, flash, toy
 from reference.config import EngramConfig
 from reference.token_map import load_tokenizer, token_map_for
@@ -41,13 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
         names = dict.fromkeys(["reference", *(options.impl or ["optimized"])])
         implementations = [load_implementation(name) for name in names]
         runs = _chosen(all_runs(world), options.run)
+        chosen, skipped = choose(parse_parts(options.what), implementations)
     except (ValueError, TypeError, OSError, ImportError) as error:
         parser.error(str(error))
     size = LARGE if device.type == "cuda" else SMALL
     rows = options.rows or size.rows
-    console.print(_header(world, implementations, device, options.seed, rows))
+    hashed = f"{rows:,} rows" if "hash" in chosen else ", ".join(chosen)
+    console.print(_header(world, implementations, device, options.seed, hashed))
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     results: list[tuple[Run, Comparison]] = []
+    findings: list[Finding] = []
     started = time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
@@ -56,36 +68,30 @@ def main(arguments: list[str] | None = None) -> int:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("hash", total=rows)
-        share = -(-rows // len(runs))
-        for number, one in enumerate(runs):
-            progress.update(task, description=f"hash: {one.name}")
-            result = execute(
-                one, corpus, implementations, device,
-                size=size, rows=share, seed=1000 * options.seed + number,
-                progress=lambda count: progress.advance(task, count),
-            )  # fmt: skip
-            results.append((one, result))
+        for part, judged in chosen.items():
+            if part == "hash":
+                results = _hash(runs, corpus, judged, device, size, rows, options.seed, progress)
+                continue
+            advance = partial(progress.advance, progress.add_task(part, total=None))
+            if part == "gate":
+                findings += judge_gate(world, judged, device, seed=options.seed, progress=advance)
+            else:
+                judge = judge_lookup if part == "lookup" else judge_layer
+                findings += judge(
+                    world, corpus, judged, device, size=size, seed=options.seed, progress=advance, say=say
+                )
     seconds = time.perf_counter() - started
 
-    verdict = print_report(console, results)
+    verdict = print_report(console, results, findings)
     for one, result in results:
         for mismatch in result.first.values():
-            console.print(
-                describe(mismatch, one.world, _repro(options, one)), markup=False, highlight=False, soft_wrap=True
-            )
-    for reason in verdict.reasons:
-        console.print(f"NOT CLEAN  {reason}", markup=False, highlight=False, soft_wrap=True)
-    total = sum(result.rows for _, result in results)
-    columns_per_row = world.config.columns * len(world.config.engram_layer_ids)
-    whole = sum(result.whole_rows for _, result in results)
-    integers = sum(result.integer_rows for _, result in results)
-    console.print(
-        f"{total:,} live rows ({total * columns_per_row:,} ids) an implementation in {seconds:.1f} s: "
-        f"{'all equal' if verdict.clean else 'NOT CLEAN'}. Of the expected rows {whole:,} were also hashed from whole "
-        f"requests by NumPy, {integers:,} in plain integers.",
-        highlight=False,
-    )
+            say(describe(mismatch, one.world, _repro(options, "hash")))
+    for finding in findings:
+        for explained in finding.first.values():
+            say(f"{explained}\n  REPRO: {_repro(options, finding.what)}")
+    for line in [*skipped, *(f"NOT CLEAN  {reason}" for reason in verdict.reasons)]:
+        say(line)
+    say(summary(world, results, findings, len(skipped), seconds, verdict))
     return 0 if verdict.clean else 1
 
 
@@ -108,6 +114,22 @@ def load_world(name: str, tokenizer: Path | None) -> World:
     return World(name, config, token_map, flash().image_tokens if config.vocab_size == 129280 else (0,))
 
 
+def _hash(
+    runs: list[Run], corpus: Corpus, implementations: list[Implementation], device: torch.device, size: Size, rows: int,
+    seed: int, progress: Progress,
+) -> list[tuple[Run, Comparison]]:  # fmt: skip
+    task = progress.add_task("hash", total=rows)
+    results = []
+    for number, one in enumerate(runs):
+        progress.update(task, description=f"hash: {one.name}")
+        result = execute(
+            one, corpus, implementations, device,
+            size=size, rows=-(-rows // len(runs)), seed=1000 * seed + number, progress=partial(progress.advance, task),
+        )  # fmt: skip
+        results.append((one, result))
+    return results
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m parity", description=__doc__, epilog="Also: python -m parity record, replay (each with --help)."
@@ -117,16 +139,21 @@ def _parser() -> argparse.ArgumentParser:
         help="implementation to judge beside the reference: optimized (default) or a module of yours; repeatable",
     )  # fmt: skip
     parser.add_argument(
+        "--what", default=",".join(PARTS), metavar="PARTS", help="parts to run, by commas (default: %(default)s)"
+    )
+    parser.add_argument(
         "--device", default="auto", help="auto (cuda if there), cpu (Triton's interpreter), cuda, cuda:N"
     )
     parser.add_argument("--seed", type=_at_least(0), default=0, help="the same seed is the same run everywhere")
     parser.add_argument(
-        "--rows", type=_at_least(1), help=f"live rows, at least (cpu {SMALL.rows:,}, cuda {LARGE.rows:,})"
+        "--rows", type=_at_least(1), help=f"live rows to hash, at least (cpu {SMALL.rows:,}, cuda {LARGE.rows:,})"
     )
     parser.add_argument("--config", default="deepseek-v4.1-flash", help="deepseek-v4.1-flash, toy, or a config.json")
     parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer.json (default: DeepSeek V4's)")
     parser.add_argument("--texts", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 texts of yours")
-    parser.add_argument("--run", action="append", metavar="NAME", help="only this run of the second table; repeatable")
+    parser.add_argument(
+        "--run", action="append", metavar="NAME", help="of the hash part only this run of the second table; repeatable"
+    )
     return parser
 
 
@@ -148,21 +175,23 @@ def _chosen(runs: list[Run], names: list[str] | None) -> list[Run]:
     return [run for run in runs if names is None or run.name in names]
 
 
-def _header(world: World, implementations: list[Implementation], device: torch.device, seed: int, rows: int) -> str:
+def _header(world: World, implementations: list[Implementation], device: torch.device, seed: int, job: str) -> str:
     from triton import __version__ as triton_version
 
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, Triton's interpreter"
     return (
         f"engram parity: {', '.join(one.name for one in implementations)} on {where}; {world.name}, seed {seed}, "
-        f"{rows:,} rows; Python {platform.python_version()}, torch {torch.__version__}, triton {triton_version}, "
+        f"{job}; Python {platform.python_version()}, torch {torch.__version__}, triton {triton_version}, "
         f"numpy {np.__version__}"
     )
 
 
-def _repro(options: argparse.Namespace, one: Run) -> str:
-    words = ["python", "-m", "parity", "--device", options.device, "--seed", options.seed, "--config", options.config]
+def _repro(options: argparse.Namespace, what: str) -> str:
+    words = ["python", "-m", "parity", "--what", what, "--device", options.device, "--seed", options.seed]
+    words += ["--config", options.config]
     words += [word for name in options.impl or () for word in ("--impl", name)]
-    words += ["--rows", options.rows] if options.rows else []
+    words += ["--rows", options.rows] if options.rows and what == "hash" else []
+    words += [word for name in options.run or () if what == "hash" for word in ("--run", name)]
     words += ["--tokenizer", options.tokenizer] if options.tokenizer else []
     words += ["--texts", *options.texts] if options.texts else []
     return shlex.join(str(word) for word in words)

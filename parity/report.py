@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from parity.compare import COMPANY, SOURCES, Comparison, Tally
+from parity.finding import Finding
 from parity.runs import REQUIRED_SOURCES, Run
+from parity.world import World
 from serving.step import EVENT_MEANINGS
 
 # Law numbers as in parity/laws.py; an event that several laws rest on stands with the first.
@@ -44,20 +46,49 @@ class Verdict:
         return not self.reasons
 
 
-def print_report(console: Console, results: Sequence[tuple[Run, Comparison]]) -> Verdict:
-    """Print both tables; give the verdict.
+def print_report(
+    console: Console, results: Sequence[tuple[Run, Comparison]], findings: Sequence[Finding] = ()
+) -> Verdict:
+    """Print both tables, findings at the end of the first; give the verdict.
 
     Unequal rows, stray slots, a feature that no run reached and a source that a run should have read and did not are
     reasons against.
     """
     reasons: list[str] = []
-    console.print(_law_table(results, reasons))
-    console.print(_way_table(results, reasons))
+    console.print(_law_table(results, findings, reasons))
+    if results:
+        console.print(_way_table(results, reasons))
     return Verdict(tuple(reasons))
 
 
-def _law_table(results: Sequence[tuple[Run, Comparison]], reasons: list[str]) -> Table:
-    table = Table("law", "feature", "what it means", title="Rows equal to those of each request alone")
+def summary(
+    world: World,
+    results: Sequence[tuple[Run, Comparison]],
+    findings: Sequence[Finding],
+    skipped: int,
+    seconds: float,
+    verdict: Verdict,
+) -> str:
+    """Say in a sentence or two how much was compared in all, and what came of it."""
+    said, checked = [], ""
+    if results:
+        total, whole, integers = (
+            sum(getattr(result, name) for _, result in results) for name in ("rows", "whole_rows", "integer_rows")
+        )
+        ids = total * world.config.columns * len(world.config.engram_layer_ids)
+        said.append(f"{total:,} live rows ({ids:,} ids) an implementation")
+        checked = (
+            f" Of the expected rows {whole:,} were also hashed from whole requests by NumPy, {integers:,} in plain "
+        )
+        checked += "integers."
+    for what in dict.fromkeys(finding.what for finding in findings):
+        said.append(f"{what} {sum(finding.rows for finding in findings if finding.what == what):,} rows")
+    left_out = f" Skipped as not offered: {skipped}." if skipped else ""
+    return f"{', '.join(said)} in {seconds:.1f} s: {'all equal' if verdict.clean else 'NOT CLEAN'}.{checked}{left_out}"
+
+
+def _law_table(results: Sequence[tuple[Run, Comparison]], findings: Sequence[Finding], reasons: list[str]) -> Table:
+    table = Table("law", "feature", "what it means", title="Rows equal to those of each request alone, and values")
     for name in ("cases", "rows", "unequal"):
         table.add_column(name, justify="right")
     table.add_column("verdict")
@@ -69,7 +100,7 @@ def _law_table(results: Sequence[tuple[Run, Comparison]], reasons: list[str]) ->
         if not tally.cases:
             reasons.append(f"{feature}: never reached; more rows (--rows) reach it")
 
-    for law, events in LAW_EVENTS.items():
+    for law, events in LAW_EVENTS.items() if results else ():
         for event in events:
             add(str(law), event, _MEANINGS[event], _sum(result.features[event] for _, result in results))
         if law == 9 and any(run.alike for run, _ in results):
@@ -79,6 +110,14 @@ def _law_table(results: Sequence[tuple[Run, Comparison]], reasons: list[str]) ->
             policies = len({run.policy for run, _ in results})
             agree = _sum(_total(result) for _, result in results)
             add("10", f"{policies} ways agree", "stateless, and slots under every window policy", agree)
+    for one in findings:
+        total = one.unequal.total()
+        unequal = f"{total:,}" if one.worst is None else f"{total:,}; worst {one.worst:.2f}"
+        verdict = "[green]equal[/]" if one.worst is None else "[green]close[/]"
+        if found := one.reasons():
+            reasons += found
+            verdict = "[bold red]UNEQUAL[/]" if total else "[bold red]NOT REACHED[/]"
+        table.add_row(one.what, one.feature, one.meaning, f"{one.cases:,}", f"{one.rows:,}", unequal, verdict)
     return table
 
 

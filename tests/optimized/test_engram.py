@@ -13,11 +13,11 @@ import reference.embedding
 import reference.engram
 import reference.hash_state
 from optimized.hash_state import HashState
+from parity.tolerances import assert_close
 from reference.config import EngramConfig
 from tests.distributed.layer import PREFIX, Layer, make_config, same_bits
 from tests.reference.test_engram import EngramLaws
 from tests.reference.test_gate import Case, exact_gate, plain_gate
-from tests.tolerances import assert_close
 
 # The interpreter computes in NumPy, which warns where infinities and NaN arise.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning:triton")

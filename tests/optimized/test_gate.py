@@ -11,6 +11,7 @@ import torch
 import reference.gate
 from optimized import gate as module
 from optimized.gate import engram_gate
+from parity.tolerances import assert_close
 from tests.reference.test_gate import (  # noqa: F401  the laws run here a second time, on this module's gate
     BF16,
     FP32,
@@ -40,7 +41,6 @@ from tests.reference.test_gate import (  # noqa: F401  the laws run here a secon
     test_undefined_dot_gives_nan,
     test_wide_open_gate_adds_with_one_rounding,
 )
-from tests.tolerances import assert_close
 
 # The interpreter computes in NumPy, which warns where infinities and NaN arise.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning:triton")

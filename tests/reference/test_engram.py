@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 
 import reference.engram
+from parity.tolerances import assert_close
 from reference.prime_layout import PrimeLayout
 from tests.distributed.layer import PREFIX, Layer, make_config, same_bits
 from tests.reference.test_gate import Case, exact_gate, plain_gate
-from tests.tolerances import assert_close
 
 BF16 = torch.bfloat16
 

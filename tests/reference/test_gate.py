@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parity.tolerances import assert_close
 from reference.gate import engram_gate
-from tests.tolerances import assert_close
 
 Gate = Callable[..., torch.Tensor]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -34,6 +34,34 @@ TOLERANCES = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Closeness:
+    """Hold, for every element, how far from exact it is, how far it may be, and whether that is too far."""
+
+    error: torch.Tensor
+    allowed: torch.Tensor
+    bad: torch.Tensor
+
+    @property
+    def worst(self) -> float:
+        """The largest error as a share of what is allowed; above 1 where an element is too far, 0 where none is off."""
+        judged = self.bad | (self.error <= self.allowed)
+        share = torch.where(judged & (self.error > 0), self.error / self.allowed, 0.0)
+        return float(share.max()) if share.numel() else 0.0
+
+
+def closeness(
+    operation: str, actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor
+) -> Closeness:
+    """Measure a result by its line of the table; see `assert_close` for the arguments."""
+    tolerance = TOLERANCES[operation]
+    floor = tolerance.floor * HALF_ULP * magnitude
+    allowed = tolerance.factor * _error(plain, exact) + floor
+    allowed = torch.where(allowed.isfinite(), allowed, floor).nan_to_num(0.0, 0.0, 0.0)
+    error = _error(actual, exact)
+    return Closeness(error, allowed, (error > allowed) & ~_same(actual, plain))
+
+
 def assert_close(
     operation: str,
     actual: torch.Tensor,
@@ -62,16 +90,15 @@ def assert_close(
     assert (actual.shape, actual.dtype) == (plain.shape, plain.dtype), (
         f"{operation}: got {actual.dtype} {tuple(actual.shape)}, expected {plain.dtype} {tuple(plain.shape)}"
     )
-    tolerance = TOLERANCES[operation]
-    allowed = tolerance.factor * _error(plain, exact) + tolerance.floor * HALF_ULP * magnitude
-    allowed = torch.where(allowed.isfinite(), allowed, tolerance.floor * HALF_ULP * magnitude).nan_to_num(0.0, 0.0, 0.0)
-    error = _error(actual, exact)
-    bad = (error > allowed) & ~_same(actual, plain)
+    found = closeness(operation, actual, plain, exact, magnitude)
+    error, allowed, bad = found.error, found.allowed, found.bad
     if not bad.any():
         return
     first = int(bad.flatten().nonzero()[0])
     worst = int(torch.where(bad, error - allowed, -torch.inf).argmax())
-    lines = [f"{operation}: {int(bad.sum())} of {bad.numel()} elements are beyond the tolerance {tolerance}"]
+    lines = [
+        f"{operation}: {int(bad.sum())} of {bad.numel()} elements are beyond the tolerance {TOLERANCES[operation]}"
+    ]
     for name, flat in (("first", first), ("worst", worst)):
         index = [int(i) for i in torch.unravel_index(torch.tensor(flat), bad.shape)]
         place = ", ".join(f"{axis}={i}" for axis, i in zip(axes, index, strict=True))
