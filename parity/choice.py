@@ -48,7 +48,7 @@ def choose(
         skipped += [f"{one.name}: {part} not offered, skipped" for one in implementations if one not in offering]
         if len(offering) > 1 or len(implementations) == 1:
             chosen[part] = offering
-    for one in implementations:
+    for one in implementations[1:] or implementations:
         if not any(one in offering for offering in chosen.values()):
             wanted = ", ".join(PARTS[part] for part in parts)
             raise ValueError(f"implementation: got {one.name}, which offers none of what is chosen: {wanted}")

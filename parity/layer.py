@@ -138,7 +138,7 @@ class _Judge:
         case = self._case(layer, step, whole.view(torch.bfloat16))
         outs = {}
         for name, (module, ids) in given.items():
-            ask = partial(module, case.hidden.clone(), ids, case.token_mask, microbatch=microbatch)
+            ask = partial(module, case.hidden.clone(), ids, case.token_mask.clone(), microbatch=microbatch)
             out = self.streams[layer].call(name, ask, like=case.hidden)
             if out is not None:
                 outs[name] = out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ DEAD = -1
 def live_steps(
     world: World, corpus: Corpus, size: Size, *, tokens: int, seed: int, budget: int | None = None
 ) -> Iterator[tuple[Session, Step]]:
-    """Yield steps of one engine, whose runner knows every id, until so many tokens were live.
+    """Yield steps of one engine, whose runner knows every id, until so many tokens were live, and one of them dead.
 
     Args:
         world: configuration and token map.
@@ -33,6 +34,8 @@ def live_steps(
         budget: tokens a step, at most; None: the size's.
     """
     rng = Rng(seed)
+    lengths = size.mix.prompt
+    mix = replace(size.mix, prompt=(lengths[0], min(lengths[1], max(tokens // 4, lengths[0]))))  # several, however few
     most = min(budget or size.token_budget, size.token_budget)
     config = EngineConfig(
         policy=Policy.KNOWN_IDS,
@@ -48,12 +51,14 @@ def live_steps(
         seed=seed,
     )
     budgets = tuple(most if number % 4 else 1 + rng.below(most) for number in range(16))
+    dead = False
     accepts = tuple(rng.below(4) for _ in range(61))
-    for session, step in run(Workload(config, corpus.prompts(rng, size.mix), budgets, accepts), world.vocabulary):
+    for session, step in run(Workload(config, corpus.prompts(rng, mix), budgets, accepts), world.vocabulary):
         if step.num_tokens:
             yield session, step
             tokens -= step.num_tokens
-        if tokens <= 0:
+            dead = dead or bool(step.dead_mask[: step.num_tokens].any())
+        if tokens <= 0 and dead:
             return
 
 

@@ -17,7 +17,7 @@ from parity.finding import Finding
 from parity.live import live_steps
 from parity.protocol import Implementation
 from parity.runs import Size
-from parity.table import PAIRS, Table, fitting
+from parity.table import Table, fitting, pair_table
 from parity.truth import Truth
 from parity.world import World
 
@@ -41,10 +41,13 @@ class Way:
     fill: bool = False
 
 
+FOREIGN = torch.tensor([-1, -2, 2**31 - 1, -(2**31)], dtype=torch.int32)
+
+
 def _with_foreign(ids: torch.Tensor, rows: int) -> torch.Tensor:
-    foreign = torch.tensor([-1, rows, 2**31 - 1, -(2**31)], dtype=ids.dtype, device=ids.device)
+    foreign = torch.cat([FOREIGN, torch.tensor([rows], dtype=torch.int32)]).to(ids.device)
     place = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    return torch.where(place % 3 == 0, foreign[place % 4], ids)
+    return torch.where(place % 3 == 0, foreign[place % 5], ids)
 
 
 WAYS = (
@@ -56,6 +59,7 @@ WAYS = (
     Way("shard of rows", "a third of the table, the other ids are foreign", third=True),
     Way("background", "half of the device, into rows that were NaN", options=lambda c: {"background": True}, fill=True),
 )  # fmt: skip
+EVERY_PAIR = Way("code pairs", "each code under each scale byte, NaN where NaN")
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,9 @@ def judge_lookup(
     world, note = fitting(world, device)
     if note:
         say(note)
-    judge = Judge(
-        Table(int(world.layout.rows.max()), world.config.engram_head_dim, device, finite=False), implementations
-    )
+    dim = world.config.engram_head_dim
+    judge = Judge(Table(int(world.layout.rows.max()), dim, device, finite=False), implementations)
+    judge.feed_pairs(pair_table(dim, device))
     truth = Truth(world, device, seed)
     amount = AMOUNTS[device.type]
     for _, step in live_steps(world, corpus, size, tokens=amount.tokens, seed=seed, budget=amount.budget):
@@ -108,48 +112,48 @@ def judge_lookup(
         for layer in range(ids.shape[1]):
             judge.feed(ids[:, layer].contiguous(), f"step {step.index}, layer {world.config.engram_layer_ids[layer]}")
         progress(step.num_tokens)
-    return judge.finish()
+    return judge.findings
 
 
 @dataclass
 class Judge:
-    """Hold a table and what implementations made of it."""
+    """Hold a table and what implementations made of it: a finding for each way, and one for the pairs."""
 
     table: Table
     implementations: Sequence[Implementation]
-    findings: list[Finding] = field(default_factory=lambda: [Finding("lookup", way.name, way.meaning) for way in WAYS])
-
-    def __post_init__(self) -> None:
-        self._seen = torch.zeros(PAIRS, dtype=torch.bool, device=self.table.device)
+    findings: list[Finding] = field(
+        default_factory=lambda: [Finding("lookup", way.name, way.meaning) for way in (*WAYS, EVERY_PAIR)]
+    )
 
     def feed(self, ids: torch.Tensor, where: str) -> None:
         """Look [T, C] int32 ids up in every way, by every implementation."""
+        first, end = _third(self.table)
         self.table.ask_for(ids)
-        for way, finding in zip(WAYS, self.findings, strict=True):
-            self._compare(way, finding, way.ids(ids, self.table.rows), where)
+        # On a CPU, rows that nobody asked for are zeros, as foreign ids must be: fill those that mistakes would read.
+        self.table.ask_for(torch.cat([(ids - first) % (end - first) + first, ids.clamp(first, end - 1)]))
+        self.table.ask_for(FOREIGN.to(ids.device) % self.table.rows)
+        self.table.ask_for(torch.tensor([0, self.table.rows - 1], device=ids.device))
+        for way, finding in zip(WAYS, self.findings, strict=False):
+            self._compare(self.table, way, finding, ids, where)
 
-    def finish(self) -> list[Finding]:
-        """Give the findings, with that of the pairs."""
-        reached = int(self._seen.sum())
-        pairs = Finding("lookup", "code pairs", f"{reached:,} of {PAIRS:,} pairs of scale byte and code")
-        pairs.cases, pairs.rows = self.findings[0].cases, self.findings[0].rows
-        if reached < PAIRS:
-            pairs.missing = f"reached {reached} of {PAIRS} pairs"
-        return [*self.findings, pairs]
+    def feed_pairs(self, pairs: Table) -> None:
+        """Look every row of `pair_table` up."""
+        ids = torch.arange(pairs.rows, dtype=torch.int32, device=pairs.device)[:, None]
+        self._compare(pairs, EVERY_PAIR, self.findings[-1], ids, "a table of every pair")
 
-    def _compare(self, way: Way, finding: Finding, ids: torch.Tensor, where: str) -> None:
-        table, columns = self.table, ids.shape[1]
-        options = way.options(columns)
-        first, end = (table.rows // 3, 2 * (table.rows // 3)) if way.third else (0, table.rows)
-        start, heads = options.get("head_start", 0), options.get("local_heads", columns)
-        expected, rows = self._expected(ids, first, end, start, heads)
+    def _compare(self, table: Table, way: Way, finding: Finding, given: torch.Tensor, where: str) -> None:
+        ids, options = way.ids(given, table.rows), way.options(given.shape[1])
+        first, end = _third(table) if way.third else (0, table.rows)
+        start, heads = options.get("head_start", 0), options.get("local_heads", ids.shape[1])
+        expected, rows = _expected(table, ids, first, end, start, heads)
         for one in self.implementations:
             if way.fill:
                 options["out"] = torch.full(expected.shape, math.nan, dtype=torch.bfloat16, device=ids.device)
-            weight, scales = table.weight[first:end], table.scales[first:end]
-            lookup = one.require("embedding.lookup")
+            ask = partial(
+                one.require("embedding.lookup"), table.weight[first:end], table.scales[first:end],
+                way.ids(given.clone(), table.rows), first_row=first, **options,
+            )  # fmt: skip
             finding.rows += rows.numel()
-            ask = partial(lookup, weight, scales, ids, first_row=first, **options)
             got = finding.call(one.name, ask, like=expected.view(torch.bfloat16))
             if got is None:
                 continue
@@ -159,36 +163,41 @@ class Judge:
             actual = got.view(torch.int16)
             unequal = (actual != expected) & ~(_is_nan(actual) & _is_nan(expected))
             if count := int(unequal.any(dim=2).sum()):
-                at = unequal.flatten().nonzero()[0]
-                finding.wrong(one.name, count, self._explain(int(at), ids, rows, start, where, expected, actual))
+                at = int(unequal.flatten().nonzero()[0])
+                finding.wrong(one.name, count, _explain(table, at, ids, rows, start, where, expected, actual))
 
-    def _expected(
-        self, ids: torch.Tensor, first: int, end: int, start: int, heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give [T, heads, dim] int16 bits by the definition, and the rows [T, heads] they are of, -1 for none."""
-        wanted = start + torch.arange(heads, device=ids.device)
-        rows = ids[:, wanted.clamp(max=ids.shape[1] - 1)].long()
-        held = (rows >= first) & (rows < end) & (wanted < ids.shape[1])
-        rows = torch.where(held, rows, -1)
-        expected, pairs = self.table.defined(rows.clamp(min=0))
-        expected[~held] = 0
-        self._seen[pairs[held].flatten()] = True
-        return expected, rows
 
-    def _explain(
-        self, at: int, ids: torch.Tensor, rows: torch.Tensor, start: int, where: str, expected: torch.Tensor,
-        actual: torch.Tensor,
-    ) -> list[str]:  # fmt: skip
-        token, head, element = (int(i) for i in np.unravel_index(at, expected.shape))
-        column, row = start + head, int(rows[token, head])
-        name = f"id {int(ids[token, column])}" if column < ids.shape[1] else "past the last column"
-        bytes_ = self.table.describe(row, element) if row >= 0 else "no row of the table, so zeros"
-        want, got = (int(x.flatten()[at]) & 0xFFFF for x in (expected, actual))
-        return [
-            f"{where}: token {token}, column {column} ({name}), element {element}: {bytes_}",
-            f"expected 0x{want:04X}, got 0x{got:04X}; {int((actual[token, head] != expected[token, head]).sum())} of "
-            f"{expected.shape[2]} elements of the row differ",
-        ]
+def _third(table: Table) -> tuple[int, int]:
+    return table.rows // 3, 2 * (table.rows // 3)
+
+
+def _expected(
+    table: Table, ids: torch.Tensor, first: int, end: int, start: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give [T, heads, dim] int16 bits by the definition, and the rows [T, heads] they are of, -1 for none."""
+    wanted = start + torch.arange(heads, device=ids.device)
+    rows = ids[:, wanted.clamp(max=ids.shape[1] - 1)].long()
+    held = (rows >= first) & (rows < end) & (wanted < ids.shape[1])
+    rows = torch.where(held, rows, -1)
+    expected, _ = table.defined(rows.clamp(min=0))
+    expected[~held] = 0
+    return expected, rows
+
+
+def _explain(
+    table: Table, at: int, ids: torch.Tensor, rows: torch.Tensor, start: int, where: str, expected: torch.Tensor,
+    actual: torch.Tensor,
+) -> list[str]:  # fmt: skip
+    token, head, element = (int(i) for i in np.unravel_index(at, expected.shape))
+    column, row = start + head, int(rows[token, head])
+    name = f"id {int(ids[token, column])}" if column < ids.shape[1] else "past the last column"
+    source = table.describe(row, element) if row >= 0 else "no row of the table, so zeros"
+    want, got = (int(x[token, head, element]) & 0xFFFF for x in (expected, actual))
+    differing = int((actual[token, head] != expected[token, head]).sum())
+    return [
+        f"{where}: token {token}, column {column} ({name}), element {element}: {source}",
+        f"expected 0x{want:04X}, got 0x{got:04X}; {differing} of {expected.shape[2]} elements of the row differ",
+    ]
 
 
 def _is_nan(bits: torch.Tensor) -> torch.Tensor:

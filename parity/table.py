@@ -74,6 +74,16 @@ class Table:
         return (codes & 0xBF, (scales & 3) + 124) if self.finite else (codes, scales)
 
 
+def pair_table(dim: int, device: torch.device) -> Table:
+    """Give a table in which each code stands under each scale byte, block after block; the last row may repeat some."""
+    blocks = torch.arange(-(-(PAIRS // GROUP) * GROUP // dim) * dim // GROUP, device=device)  # of 32 codes
+    codes = (blocks[:, None] % (256 // GROUP)) * GROUP + torch.arange(GROUP, device=device)
+    table = Table(len(blocks) * GROUP // dim, dim, device, finite=False)
+    table.codes.copy_(codes.view(-1, dim))
+    table.scales.copy_((blocks // (256 // GROUP) % 256).view(-1, dim // GROUP))
+    return table
+
+
 def pair_bits() -> np.ndarray:
     """Give [256, 256] int16, the bfloat16 bits of e4m3(code) * 2^(byte - 127) for every byte and code.
 
