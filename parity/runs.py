@@ -41,6 +41,7 @@ class Size:
     pad_tokens: tuple[int, ...]
     pad_requests: tuple[int, ...]
     rows: int
+    small_block_rows: int = 2**62  # of a run whose blocks are so small that the engine, not the hash, takes the time
 
 
 SMALL = Size(Mix((1, 160), (1, 24), (1, 24), 16, longest=200), 128, 16, 160, (16, 32, 64, 128), (4, 8, 16), 30_000)
@@ -52,6 +53,7 @@ LARGE = Size(
     (256, 1024, 4096, 16384),
     (16, 64, 256),
     5_000_000,
+    small_block_rows=100_000,
 )
 
 
@@ -122,10 +124,13 @@ def execute(
     rng = Rng(seed)
     block_size = one.engine.get("block_size", size.mix.block_size)
     mix = replace(size.mix, block_size=block_size, offset=2**31 if one.far else 0)
+    blocks = size.num_blocks * size.mix.block_size // block_size
+    if block_size < 8:
+        rows, blocks = min(rows, size.small_block_rows), min(blocks, 8 * mix.longest)
     fields = {
         "policy": one.policy,
         "block_size": block_size,
-        "num_blocks": max(size.num_blocks * size.mix.block_size // block_size, 4 * size.max_requests),
+        "num_blocks": max(blocks, 4 * size.max_requests),
         "token_budget": size.token_budget,
         "max_requests": size.max_requests,
         "lookback": one.world.config.lookback,

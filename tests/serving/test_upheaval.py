@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from parity.actions import Action
+from parity.actions import Action, parts_of
 from parity.strategies import Shape, workloads
 from parity.workload import Prompt, Session, Workload, run
 from parity.world import flash
@@ -146,7 +146,10 @@ PINNED = {
     "prompt only": (eventful(Policy.PROMPT_ONLY, 2, overcommit=True, offload_blocks=50), "dc33baf90a9b6d49"),
     "known ids": (eventful(Policy.KNOWN_IDS, 3, sliding_window=9, unruly=True), "7e42ba7ff526ecac"),
     "lagging": (eventful(Policy.LAGGING, 4, lag=2, unruly=True), "dd03a78f73061713"),
-    "slots only": (eventful(Policy.SLOTS_ONLY, 5, in_order=True, sliding_window=4, offload_blocks=50), "8499ba6b4a2f3d10"),
+    "slots only": (
+        eventful(Policy.SLOTS_ONLY, 5, in_order=True, sliding_window=4, offload_blocks=50),
+        "8499ba6b4a2f3d10",
+    ),
 }
 
 
@@ -172,3 +175,17 @@ def test_whatever_may_befall_befalls() -> None:
         "microbatch", "microbatch inside a request", "dummy step",
     )  # fmt: skip
     assert all(seen[name] for name in wanted), seen
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_hit_is_never_cut_off_from_what_fills_it(in_order: bool) -> None:
+    """A step with a same-step hit runs as microbatches only where whoever fills the block stands before."""
+    for seed in range(8):
+        session = Session(EngineConfig(Policy.SLOTS_ONLY, 2, 40, 60, 4, seed=seed, in_order=in_order), 99)
+        for end in (7, 8, 9):
+            session.add(Prompt(np.array([1, 2, 3, 4, 5, 6, end]), np.zeros(7, bool), np.array([3])))
+        step, book = session.step(), Bookkeeper(session)
+        parts = parts_of(session, Action.SPLIT, step)
+        assert len(parts) == 1 + in_order
+        for part in parts:
+            book.watch(part)
