@@ -21,12 +21,13 @@ from parity.compare import Comparison
 from parity.corpus import Corpus, encoder, read_texts
 from parity.device import choose_device
 from parity.diagnose import describe
+from parity.expected import ExpectedFailures, outcomes, read_expected_failures, without_expected
 from parity.finding import Finding
 from parity.gate import judge_gate
 from parity.layer import judge_layer
 from parity.lookup import judge_lookup
 from parity.protocol import Implementation, load_implementation
-from parity.report import print_report, summary
+from parity.report import Verdict, print_report, summary
 from parity.runs import LARGE, SMALL, Run, Size, all_runs, execute
 from parity.world import World, flash, toy
 from reference.config import EngramConfig
@@ -47,8 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         names = dict.fromkeys(["reference", *(options.impl or ["optimized"])])
         implementations = [load_implementation(name) for name in names]
         runs = _chosen(all_runs(world), options.run)
+        expected = (
+            read_expected_failures(options.expected_failures) if options.expected_failures else ExpectedFailures()
+        )
+        expected.require_known(PARTS, {"hash": [one.name for one in all_runs(world)]})
         chosen, skipped = choose(parse_parts(options.what), implementations)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, OSError, ImportError) as error:
         parser.error(str(error))
     size = LARGE if device.type == "cuda" else SMALL
     rows = options.rows or size.rows
@@ -57,6 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    for port in implementations:
+        if port.name not in ("reference", "optimized"):
+            say(f"port: {port.describe()}")
+    if expected.name:
+        say(f"{len(expected)} failures are expected by {expected.name}")
 
     results: list[tuple[Run, Comparison]] = []
     findings: list[Finding] = []
@@ -83,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.perf_counter() - started
 
     verdict = print_report(console, results, findings)
+    verdict = Verdict(without_expected(verdict.reasons, expected, outcomes(results, findings)))
     for one, result in results:
         for mismatch in result.first.values():
             say(describe(mismatch, one.world, _repro(options, "hash")))
@@ -136,8 +148,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--impl", action="append", metavar="MODULE",
-        help="implementation to judge beside the reference: optimized (default) or a module of yours; repeatable",
+        help="implementation to judge beside the reference: optimized (default) or a port, my_module or "
+        "my_module:object (see docs/porting.md); repeatable",
     )  # fmt: skip
+    parser.add_argument(
+        "--expected-failures",
+        type=Path,
+        metavar="FILE",
+        help="lines `id | reason | issue`; an id is hash/RUN or PART/FEATURE",
+    )
     parser.add_argument(
         "--what", default=",".join(PARTS), metavar="PARTS", help="parts to run, by commas (default: %(default)s)"
     )
@@ -190,6 +209,7 @@ def _repro(options: argparse.Namespace, what: str) -> str:
     words = ["python", "-m", "parity", "--what", what, "--device", options.device, "--seed", options.seed]
     words += ["--config", options.config]
     words += [word for name in options.impl or () for word in ("--impl", name)]
+    words += ["--expected-failures", options.expected_failures] if options.expected_failures else []
     words += ["--rows", options.rows] if options.rows and what == "hash" else []
     words += [word for name in options.run or () if what == "hash" for word in ("--run", name)]
     words += ["--tokenizer", options.tokenizer] if options.tokenizer else []
