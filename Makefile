@@ -1,15 +1,18 @@
-# `make parity` runs the main job, `make test` every test; both set up `.venv` first.
+# `make parity` runs the main job, `make test` every test, `make bench` times; all set up `.venv` first.
 PYTHON ?= python3
 BIN := .venv/bin
 # Neither OpenMP nor BLAS threads help tensors this small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test lint setup clean
+.PHONY: parity test bench lint setup clean
 parity: setup
 	$(BIN)/python -m parity $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

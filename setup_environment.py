@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parent
 
 
 def main(target: Path) -> None:
-    """Create the environment and install what the project and its tests need."""
+    """Create the environment and install what the project, its tests and its benchmarks need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["lint"]]
+    wanted = [*project["dependencies"], *extras["test"], *extras["lint"], *extras["bench"]]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     brought = all(importlib.util.find_spec(name) for name in ("torch", "triton"))
     venv.create(target, with_pip=True, clear=True)
