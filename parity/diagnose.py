@@ -1,13 +1,173 @@
-"""Explain a wrong row: whose it is, where each lookback should have come from, what was expected and what came."""
+"""Explain wrong rows: where each lookback of the first should come from, and which known mistakes give them all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
-from parity.compare import Mismatch, piece_sources
+from parity.compare import Judge, Mismatch, piece_sources
+from parity.workload import Session
 from parity.world import World
+from serving.step import Step
+
+if TYPE_CHECKING:
+    from parity.suspects import Evidence, Suspect
+
+_SHOWN = 3
+_MOMENTS = {
+    "after rejection": "behind a rejected draft", "one token left": "on a prefix hit with one token left",
+    "prefix hit": "on a prefix hit", "import": "behind an import", "beam reorder": "of a beam that was reordered",
+    "fork": "of a fork", "preempted, reload": "of a request that was preempted and loaded again",
+    "sleep and wake": "behind another KV cache", "id reuse": "of a request whose id was used before",
+    "packed documents": "of a packed document", "microbatch inside a request": "behind the cut of a microbatch",
+    "draft runs ahead": "of a draft model", "verify": "of a verify", "decode": "of a decode",
+    "chunk": "of a prompt's chunk", "prompt whole": "of a whole prompt",
+}  # fmt: skip
+
+
+def diagnose(judge: Judge, name: str, steps: Iterable[tuple[Session, Step]]) -> str:
+    """Run a port again on the steps that it failed on, and name the known mistakes that give its wrong rows.
+
+    Args:
+        judge: has the world, the port and how it is shown a step.
+        name: of the port.
+        steps: of the same run, from its beginning.
+    """
+    from parity.suspects import gather  # after choose_device: faults are kernels, too
+
+    evidence = gather(judge.world, judge.states[name], steps, judge.device, judge.present)
+    return explain(name, evidence)
+
+
+def explain(name: str, evidence: Evidence) -> str:
+    """Write which known mistakes give the wrong rows of the evidence, or what else is known of them."""
+    from parity.suspects import suspects
+
+    wrong, rows = evidence.num_wrong, sum(len(one) for one in evidence.got)
+    if not wrong:
+        return f"{name}: no row is wrong when the run is repeated: its state depends on more than its steps"
+    first = next(at for at, one in enumerate(evidence.wrong()) if one.any())
+    head = (
+        f"{name}: {wrong} of {rows} rows are wrong in steps 0 to {len(evidence.steps) - 1} of the run, first in {first}"
+    )
+    found = suspects(evidence)
+    lines = [*_sentences(found, _moment(evidence))] or ["none of the known mistakes gives a single one of these rows"]
+    partial = not found or found[0].score < 1
+    return "\n".join([head, *(f"  {line}" for line in [*lines, *(_facts(evidence) if partial else ())])])
+
+
+def _sentences(found: Sequence[Suspect], moment: str) -> Iterator[str]:
+    for place, one in enumerate(found[:_SHOWN], start=1):
+        clause = ", and ".join(fault.clause for fault in one.faults)
+        cited = "; ".join(f"{fault.id}, {fault.source}" if fault.source else fault.id for fault in one.faults)
+        limit = f", and spoils {one.missed} rows otherwise" if one.missed else ""
+        yield (
+            f"{place}. {moment}: your ids are what you get if {clause} [{cited}]; explains {one.explained} of "
+            f"{one.wrong} wrong rows{limit}"
+        )
+
+
+def _wrong_pieces(evidence: Evidence) -> Iterator[tuple[Step, int, int, np.ndarray]]:
+    """Yield (step, piece's number in it, token's place in the piece, wrong columns `[L, C]`) of every wrong row."""
+    for one, mine, wrong in zip(evidence.steps, evidence.got, evidence.wrong(), strict=True):
+        begin = 0
+        assert one.rows is not None
+        for number, piece in enumerate(one.step.pieces):
+            for index in np.flatnonzero(wrong[begin : begin + len(piece.tokens)]).tolist():
+                yield one.step, number, index, mine[begin + index] != one.rows[begin + index]
+            begin += len(piece.tokens)
+
+
+def _moment(evidence: Evidence) -> str:
+    step, number, index, _ = next(_wrong_pieces(evidence))
+    events = step.pieces[number].events
+    what = next((words for event, words in _MOMENTS.items() if event in events), "of a piece")
+    return f"{'first token' if index == 0 else f'token {index + 1}'} {what}"
+
+
+def _facts(evidence: Evidence) -> Iterator[str]:
+    """Say what all wrong rows have in common, whatever the mistake is."""
+    config, seen = evidence.world.config, list(_wrong_pieces(evidence))
+    columns = np.logical_or.reduce([wrong for *_, wrong in seen])  # [L, C]
+    cubes = columns.reshape(len(columns), -1, config.engram_n_heads)
+    layers = [layer for layer, any_wrong in zip(config.engram_layer_ids, columns.any(1), strict=True) if any_wrong]
+    orders = [order for order, any_wrong in enumerate(cubes.any((0, 2)), start=2) if any_wrong]
+    heads = np.flatnonzero(cubes.any((0, 1))).tolist()
+    count = f"{columns.sum()} of {columns.size} columns are ever wrong"
+    yield f"known: layers {layers}, orders {orders}, heads {heads}: {count}"
+    places = Counter(index for _, _, index, _ in seen)
+    near = ", ".join(f"{count} at {index}" for index, count in sorted(places.items())[:6])
+    yield f"known: positions from the start of their piece: {near}{', ...' if len(places) > 6 else ''}"
+    sources = Counter(_source(evidence, *one) for one in seen)
+    told = ", ".join(f"{source} {count}" for source, count in sources.most_common())
+    yield f"known: the nearest lookback that can be wrong (lowest wrong order minus one) comes from: {told}"
+    moments = Counter(event for step, number, _, _ in seen for event in step.pieces[number].events)
+    yield "known: what their pieces are: " + ", ".join(f"{event} {count}" for event, count in moments.most_common(8))
+
+
+def _source(evidence: Evidence, step: Step, number: int, index: int, wrong: np.ndarray) -> str:
+    heads = evidence.world.config.engram_n_heads
+    back = int(np.flatnonzero(wrong.reshape(len(wrong), -1, heads).any((0, 2)))[0]) + 1
+    piece = step.pieces[number]
+    if piece.start + index - back < 0:
+        return "pad"
+    if back <= index:
+        return "batch"
+    starts = np.array([other.start for other in step.pieces])
+    return str(piece_sources(step, starts)[number][back - index - 1])
+
+
+def diagnose_values(
+    path: str, arguments: Mapping[str, Any], got: torch.Tensor, expected: torch.Tensor, *, close: bool = False
+) -> str:
+    """Name the known mistakes that give the wrong rows of a function's result: of a lookup, a gate, a selection.
+
+    Args:
+        path: under which a port offers the function, such as `embedding.lookup`.
+        arguments: of the call, by name; tensors on any device.
+        got: [T, ..] what the port gave.
+        expected: of the same shape; what it should have given.
+        close: whether rows agree that differ by a few units of bfloat16; else every bit counts.
+    """
+    from parity.faults import CATALOGUE
+
+    host = {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in arguments.items()}
+    agree = _close_rows if close else _equal_rows
+    mine, right = got.cpu(), expected.cpu()
+    bad = ~agree(mine, right)
+    total, ranked = int(bad.sum()), []
+    for fault in CATALOGUE.values():
+        if fault.offers != path or fault.id in ("T5", "T6"):  # those two may end the process
+            continue
+        try:
+            theirs = fault.make(**host)
+        except (TypeError, ValueError, IndexError):
+            continue
+        if theirs.shape == mine.shape and (explained := int((agree(mine, theirs) & bad).sum())):
+            missed = int((~agree(mine, theirs) & (bad | ~agree(theirs, right))).sum())
+            ranked.append((explained / (explained + missed), explained, fault))
+    ranked.sort(key=lambda one: -one[0])
+    if not total:
+        return "no row is wrong"
+    if not ranked:
+        return f"{total} wrong rows: none of the known mistakes gives one of them"
+    return "\n".join(
+        f"{place}. your values are what you get if {fault.clause} [{fault.id}"
+        f"{', ' + fault.source if fault.source else ''}]; explains {explained} of {total} wrong rows"
+        for place, (_, explained, fault) in enumerate(ranked[:_SHOWN], start=1)
+    )
+
+
+def _equal_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return ((left == right) & (left.signbit() == right.signbit()) | (left.isnan() & right.isnan())).flatten(1).all(1)
+
+
+def _close_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.isclose(left.float(), right.float(), rtol=2.0**-7, atol=2.0**-9, equal_nan=True).flatten(1).all(1)
 
 
 def describe(mismatch: Mismatch, world: World, repro: str) -> str:
