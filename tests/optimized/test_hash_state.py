@@ -1,6 +1,7 @@
 """Laws of the kernels' step: the reference's laws, its very rows on any legal step, and memory that stays its own."""
 
 import inspect
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_a_step_of_many_boundaries_gives_the_reference_s_rows(
         held = None if blocks is None else list(range(100, 136))
         case = Case(worlds["flash"], 4, held, [(raw, (torch.int64,) * 6)])
         check_against_the_reference(case, with_strides, torch.device("cpu"), device)
+
+
+@pytest.mark.parametrize("tokens", [regime.tokens for regime in module._REGIMES])
+def test_every_regime_gives_the_reference_s_rows(
+    tokens: int, worlds: dict[str, World], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a step is spread, its rows and slots are the reference's; sizes choose among these variants alone."""
+    chosen = next(regime for regime in module._REGIMES if regime.tokens == tokens)
+    # In the interpreter a program costs whatever its block: fewer programs, and still several.
+    regime = chosen if device.type == "cuda" else chosen._replace(block=64)
+    monkeypatch.setattr(HashState, "_regime", lambda state, tokens: regime)
+    for heads in (8, 3):  # 3: no power of two, so the last column blocks are partly stored
+        world = worlds["another_pad"]
+        world = replace(world, config=replace(world.config, engram_n_heads=heads))
+
+        @settings(max_examples=max(2, examples(device) // 12) if device.type == "cpu" else settings().max_examples)
+        @given(raw_steps(world, requests=(1, 40), lengths=(0, 7)), st.booleans())
+        def holds(case: Case, with_strides: bool) -> None:
+            check_against_the_reference(case, with_strides, torch.device("cpu"), device)
+
+        holds()
 
 
 def check_against_the_reference(
