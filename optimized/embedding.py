@@ -52,11 +52,13 @@ def lookup(
         out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16, device=ids.device)
     if out.numel() == 0:
         return out
+    by_bits = triton.knobs.runtime.interpret  # where casts of the interpreter are wrong
     programs, rows, warps = launch_shape(tokens * heads, dim, ids.device, background=background)
     with torch.cuda.device_of(ids):
         _lookup_kernel[(programs,)](
             out.view(torch.int16),
-            weight.view(torch.uint8),  # a pinned tensor too: the launcher asks CUDA for its device-visible address
+            # a pinned tensor too: the launcher asks CUDA for its device-visible address
+            weight.view(torch.uint8) if by_bits else weight,
             scales.view(torch.uint8),
             ids,
             ids.stride(0),
@@ -71,6 +73,7 @@ def lookup(
             GROUP=BLOCK,
             GROUPS=triton.next_power_of_2(dim // BLOCK),
             ROWS=rows,
+            BY_BITS=by_bits,
             num_warps=warps,
         )
     return out
@@ -132,10 +135,12 @@ def _lookup_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
+    BY_BITS: tl.constexpr,
 ):
     group = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
     element = tl.arange(0, GROUP)[None, None, :]  # [1, 1, GROUP]
-    for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+    block = tl.program_id(0)
+    while block < tl.cdiv(count, ROWS):  # once, but in the background
         place = block * ROWS + tl.arange(0, ROWS)  # [ROWS] in [T * heads]
         column = head_start + place % heads
         named = (place < count) & (column < columns)
@@ -148,11 +153,21 @@ def _lookup_kernel(
         real = held[:, None] & (group < DIM // GROUP)  # [ROWS, GROUPS]
         byte = tl.load(scales + row * (DIM // GROUP) + group, mask=real, other=0).to(tl.int32)[:, :, None]
         within = (row * DIM + group * GROUP)[:, :, None] + element  # [ROWS, GROUPS, GROUP]
-        code = tl.load(weight + within, mask=real[:, :, None], other=0).to(tl.int32)
+        if BY_BITS:
+            code = tl.load(weight + within, mask=real[:, :, None], other=0).to(tl.int32)
+            bits = _bfloat16_bits(code, byte).to(tl.int16)
+        else:
+            # 2^-127 is a subnormal float32, and a byte of 255 NaN; every product is exact, so one rounding remains
+            odd = (byte == 0) | (byte == 255)
+            factor = ((byte << 23) | tl.where(odd, 1 << 22, 0)).to(tl.float32, bitcast=True)
+            product = tl.load(weight + within, mask=real[:, :, None], other=0.0).to(tl.float32) * factor
+            bits = product.to(tl.bfloat16).to(tl.int16, bitcast=True)
+            bits = tl.where(product == product, bits, 0x7FC0)
 
         kept = (place < count)[:, None] & (group < DIM // GROUP)
         target = (place.to(tl.int64)[:, None] * DIM + group * GROUP)[:, :, None] + element
-        tl.store(out + target, _bfloat16_bits(code, byte).to(tl.int16), mask=kept[:, :, None])
+        tl.store(out + target, bits, mask=kept[:, :, None])
+        block += tl.num_programs(0)
 
 
 @triton.jit
