@@ -1,5 +1,7 @@
 """Laws of a contest: nothing is timed whose outputs were not compared, and the ratio is that of a round."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -45,6 +47,19 @@ def test_what_is_not_written_is_seen() -> None:
 
     with pytest.raises(Disagreement):
         Contest(lazy, lambda number: (torch.zeros(4),), 1).compare()
+
+
+def test_poisoned_memory_is_free_for_the_call_that_counts() -> None:
+    """Outputs of the first call are gone when the second begins, or an allocator would give it clean memory."""
+    alive: list[weakref.ref] = []
+
+    def call(number: int) -> tuple[torch.Tensor]:
+        assert all(old() is None for old in alive)
+        output = torch.zeros(4)
+        alive[:] = [weakref.ref(output)]
+        return (output,)
+
+    Contest(call, None, 1).compare()
 
 
 def test_state_is_brought_back_before_each_compared_call() -> None:
