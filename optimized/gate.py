@@ -1,14 +1,10 @@
 """The gate as one Triton kernel: each program gates one copy of one token's stream."""
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from reference.checks import check_tensor
-
-STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from reference.checks import check_gate
 
 
 @torch.no_grad()
@@ -51,7 +47,7 @@ def engram_gate(
 
     Source: DeepSeek-V4.1-Flash's Engram layer.
     """
-    _check(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
+    check_gate(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
     tokens, copies, width = hidden.shape
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if tokens == 0:
@@ -165,29 +161,3 @@ def _narrow(x, dtype: tl.constexpr, BY_BITS: tl.constexpr):
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _check(
-    hidden: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    token_mask: torch.Tensor | None,
-    eps: float,
-    clamp: float,
-) -> None:
-    check_tensor("hidden", hidden, ("T", "hc", "M"), STREAM_DTYPES)
-    tokens, copies, width = hidden.shape
-    if copies < 1 or width < 1:
-        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected hc >= 1 and M >= 1")
-    kv_dtypes = tuple(dict.fromkeys((torch.bfloat16, hidden.dtype)))
-    check_tensor("kv", kv, ("Tkv", (copies + 1) * width), kv_dtypes, hidden.device)
-    if kv.shape[0] > tokens:
-        raise ValueError(f"kv: got {kv.shape[0]} tokens, expected at most the {tokens} of hidden")
-    check_tensor("q_weight", q_weight, (copies, width), (torch.bfloat16,), hidden.device)
-    check_tensor("k_weight", k_weight, (copies, width), (torch.bfloat16,), hidden.device)
-    if token_mask is not None:
-        check_tensor("token_mask", token_mask, (kv.shape[0],), (torch.bool,), hidden.device)
-    for name, number in (("eps", eps), ("clamp", clamp)):
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}: got {number}, expected a finite number >= 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from reference.config import EngramConfig
 
 INTEGERS = (torch.int32, torch.int64)
+STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_tensor(
@@ -219,3 +221,34 @@ def _check_blocks(table: np.ndarray, rows: np.ndarray, position: np.ndarray, blo
     block = table[rows, column].astype(np.int64)
     where = [f"[{row}, {block}]" for row, block in zip(rows, column, strict=True)]
     _check_range("block_table", block, 0, slots // block_size, where)
+
+
+def check_gate(
+    hidden: torch.Tensor,
+    kv: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    token_mask: torch.Tensor | None,
+    eps: float,
+    clamp: float,
+) -> None:
+    """Refuse arguments of `engram_gate` of wrong shape, dtype, device or range.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it is and what was expected.
+    """
+    check_tensor("hidden", hidden, ("T", "hc", "M"), STREAM_DTYPES)
+    tokens, copies, width = hidden.shape
+    if copies < 1 or width < 1:
+        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected hc >= 1 and M >= 1")
+    kv_dtypes = tuple(dict.fromkeys((torch.bfloat16, hidden.dtype)))
+    check_tensor("kv", kv, ("Tkv", (copies + 1) * width), kv_dtypes, hidden.device)
+    if kv.shape[0] > tokens:
+        raise ValueError(f"kv: got {kv.shape[0]} tokens, expected at most the {tokens} of hidden")
+    check_tensor("q_weight", q_weight, (copies, width), (torch.bfloat16,), hidden.device)
+    check_tensor("k_weight", k_weight, (copies, width), (torch.bfloat16,), hidden.device)
+    if token_mask is not None:
+        check_tensor("token_mask", token_mask, (kv.shape[0],), (torch.bool,), hidden.device)
+    for name, number in (("eps", eps), ("clamp", clamp)):
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{name}: got {number}, expected a finite number >= 0")

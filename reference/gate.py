@@ -1,12 +1,8 @@
 """The gate: how much of a looked-up value enters each copy of the hyper-connection stream."""
 
-import math
-
 import torch
 
-from reference.checks import check_tensor
-
-STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from reference.checks import check_gate
 
 
 @torch.no_grad()
@@ -50,7 +46,7 @@ def engram_gate(
 
     Source: DeepSeek-V4.1-Flash's Engram layer; its numbers by hand are those of github.com/fegato/colibri.
     """
-    _check(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
+    check_gate(hidden, kv, q_weight, k_weight, token_mask, eps, clamp)
     copies, width = hidden.shape[1:]
     tokens = kv.shape[0]
     out = hidden.clone(memory_format=torch.contiguous_format)
@@ -75,29 +71,3 @@ def engram_gate(
 
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (x.square().mean(dim=1) + eps).rsqrt()
-
-
-def _check(
-    hidden: torch.Tensor,
-    kv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    token_mask: torch.Tensor | None,
-    eps: float,
-    clamp: float,
-) -> None:
-    check_tensor("hidden", hidden, ("T", "hc", "M"), STREAM_DTYPES)
-    tokens, copies, width = hidden.shape
-    if copies < 1 or width < 1:
-        raise ValueError(f"hidden: got shape {tuple(hidden.shape)}, expected hc >= 1 and M >= 1")
-    kv_dtypes = tuple(dict.fromkeys((torch.bfloat16, hidden.dtype)))
-    check_tensor("kv", kv, ("Tkv", (copies + 1) * width), kv_dtypes, hidden.device)
-    if kv.shape[0] > tokens:
-        raise ValueError(f"kv: got {kv.shape[0]} tokens, expected at most the {tokens} of hidden")
-    check_tensor("q_weight", q_weight, (copies, width), (torch.bfloat16,), hidden.device)
-    check_tensor("k_weight", k_weight, (copies, width), (torch.bfloat16,), hidden.device)
-    if token_mask is not None:
-        check_tensor("token_mask", token_mask, (kv.shape[0],), (torch.bool,), hidden.device)
-    for name, number in (("eps", eps), ("clamp", clamp)):
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{name}: got {number}, expected a finite number >= 0")
