@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest import SkipTest
 
 from parity.adapter import PortLayout
 from parity.signature import differences
@@ -22,8 +23,8 @@ OFFERED = (
 )
 
 
-class NotOffered(AttributeError):
-    """Say what an implementation lacks; its tests are skipped and counted.
+class NotOffered(AttributeError, SkipTest):
+    """Say what an implementation lacks; its tests are skipped and counted, and hypothesis seeks no smaller case.
 
     Attributes:
         implementation, path: who lacks what.
