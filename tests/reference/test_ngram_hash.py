@@ -156,3 +156,31 @@ def test_unigrams_alone_are_refused() -> None:
     empty = {"multipliers": np.ones((1, 1), int), "primes": np.ones((1, 0, 8), int), "offsets": np.ones((1, 0), int)}
     with pytest.raises(ValueError, match="expected N >= 2"):
         ngram_hash(np.array([1]), np.zeros(1, bool), pad_id=0, **empty)
+
+
+@pytest.mark.parametrize(
+    "kind", [(np.array, np.int64, np.bool_), (torch.tensor, torch.int64, torch.bool)], ids=["numpy", "torch"]
+)
+@pytest.mark.parametrize("max_ngram", range(2, 9))
+def test_ngrams_may_be_longer_than_a_request(max_ngram: int, kind: tuple[Any, Any, Any]) -> None:
+    """Every N from 2 to 8 on requests of no to nine tokens, the middle one dead: row by row from the definition."""
+    make, integer, boolean = kind
+    odd, pad, heads = [3, 5, 7, 11, 13, 17, 19, 23], 99, 2
+    primes = [[101 + 2 * order, 211 + 2 * order] for order in range(max_ngram - 1)]
+    offsets = [1000 * column for column in range(2 * (max_ngram - 1))]
+    for size in range(10):
+        ids = [(37 * at + 5) % 98 for at in range(size)]
+        dead = [at == size // 2 and size > 3 for at in range(size)]
+        got = ngram_hash(
+            make(ids, dtype=integer), make(dead, dtype=boolean), multipliers=make([odd[:max_ngram]]),
+            primes=make([primes]), offsets=make([offsets]), pad_id=pad,
+        )  # fmt: skip
+        for p in range(size):
+            first = max([at + 1 for at in range(p + 1) if dead[at]], default=0)  # what a lookback may reach
+            values = [ids[p - k] if p - k >= first else pad for k in range(max_ngram)]
+            mix = values[0] * odd[0]
+            for n in range(2, max_ngram + 1):
+                mix ^= values[n - 1] * odd[n - 1]
+                for h in range(heads):
+                    column = (n - 2) * heads + h
+                    assert int(got[p, 0, column]) == mix % primes[n - 2][h] + offsets[column]
