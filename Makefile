@@ -1,18 +1,27 @@
-# `make parity` runs the main job, `make test` every test, `make bench` times; all set up `.venv` first.
+# `make parity` runs the main job, `make test` every test, `make faults` that the laws can fail,
+# `make bench` times; all set up `.venv` first.
 PYTHON ?= python3
 BIN := .venv/bin
 # Neither OpenMP nor BLAS threads help tensors this small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test bench lint setup clean
+.PHONY: parity test faults bench mutation lint setup clean
 parity: setup
 	$(BIN)/python -m parity $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
+faults: setup
+	$(BIN)/python -m parity faults $(ARGS)
+
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Nightly: needs hours, and cosmic-ray, which `make setup` leaves out.
+mutation: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
+	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

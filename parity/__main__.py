@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from parity.choice import PARTS, choose, parse_parts
-from parity.compare import Comparison
+from parity.compare import Comparison, Judge
 from parity.corpus import Corpus, encoder, read_texts
 from parity.device import choose_device
-from parity.diagnose import describe
+from parity.diagnose import describe, diagnose
 from parity.expected import ExpectedFailures, outcomes, read_expected_failures, without_expected
 from parity.finding import Finding
 from parity.gate import judge_gate
@@ -28,16 +29,19 @@ from parity.layer import judge_layer
 from parity.lookup import judge_lookup
 from parity.protocol import Implementation, load_implementation
 from parity.report import Verdict, print_report, summary
-from parity.runs import LARGE, SMALL, Run, Size, all_runs, execute
+from parity.runs import LARGE, SMALL, Run, Size, all_runs, execute, prepare
+from parity.workload import Session
 from parity.world import World, flash, toy
 from reference.config import EngramConfig
 from reference.token_map import load_tokenizer, token_map_for
+from serving.step import Step
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the main job, or `record` or `replay` (see docs/traces.md); give the exit status."""
-    if (words := sys.argv[1:] if arguments is None else arguments)[:1] in (["record"], ["replay"]):
-        return int(importlib.import_module(f"parity.{words[0]}").main(words[1:]))
+    """Run the main job, `record` or `replay` (docs/traces.md), or `faults` (docs/faults.md); give the exit status."""
+    commands = {"record": "record", "replay": "replay", "faults": "kill_matrix"}
+    if (words := sys.argv[1:] if arguments is None else arguments)[:1] and words[0] in commands:
+        return int(importlib.import_module(f"parity.{commands[words[0]]}").main(words[1:]))
     parser = _parser()
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 132)
@@ -95,9 +99,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     verdict = print_report(console, results, findings)
     verdict = Verdict(without_expected(verdict.reasons, expected, outcomes(results, findings)))
-    for one, result in results:
-        for mismatch in result.first.values():
+    diagnosed: set[str] = set()
+    for number, (one, result) in enumerate(results):
+        for name, mismatch in result.first.items():
             say(describe(mismatch, one.world, _repro(options, "hash")))
+            if name not in diagnosed:
+                again = partial(prepare, one, corpus, chosen["hash"], device, seed=1000 * options.seed + number)
+                say(_diagnosis(name, again, size, -(-rows // len(runs))))
+                diagnosed.add(name)
     for finding in findings:
         for explained in finding.first.values():
             say(f"{explained}\n  REPRO: {_repro(options, finding.what)}")
@@ -142,9 +151,22 @@ def _hash(
     return results
 
 
+def _diagnosis(
+    name: str, again: Callable[..., tuple[Judge, Iterator[tuple[Session, Step]]]], size: Size, rows: int
+) -> str:
+    """Diagnose a port on the small form of the run that it failed, or on the run itself if it fails there alone."""
+    for form, length in ((SMALL, min(rows, SMALL.rows)), (size, rows)):
+        judge, steps = again(size=form, rows=length)
+        if (text := diagnose(judge, steps, name)) is not None:
+            return text
+    return f"{name}: no row is wrong when the run is repeated: its state depends on more than its steps"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m parity", description=__doc__, epilog="Also: python -m parity record, replay (each with --help)."
+        prog="python -m parity",
+        description=__doc__,
+        epilog="Also: python -m parity record, replay, faults (each with --help).",
     )
     parser.add_argument(
         "--impl", action="append", metavar="MODULE",

@@ -29,27 +29,28 @@ _MOMENTS = {
 }  # fmt: skip
 
 
-def diagnose(judge: Judge, name: str, steps: Iterable[tuple[Session, Step]]) -> str:
+def diagnose(judge: Judge, steps: Iterable[tuple[Session, Step]], name: str) -> str | None:
     """Run a port again on the steps that it failed on, and name the known mistakes that give its wrong rows.
 
     Args:
         judge: has the world, the port and how it is shown a step.
-        name: of the port.
         steps: of the same run, from its beginning.
+        name: of the port.
+
+    Returns:
+        what to print; None where no row is wrong.
     """
     from parity.suspects import gather  # after choose_device: faults are kernels, too
 
     evidence = gather(judge.world, judge.states[name], steps, judge.device, judge.present)
-    return explain(name, evidence)
+    return explain(name, evidence) if evidence.num_wrong else None
 
 
 def explain(name: str, evidence: Evidence) -> str:
-    """Write which known mistakes give the wrong rows of the evidence, or what else is known of them."""
+    """Write which known mistakes give the wrong rows of the evidence, of which there is one, or what else is known."""
     from parity.suspects import suspects
 
     wrong, rows = evidence.num_wrong, sum(len(one) for one in evidence.got)
-    if not wrong:
-        return f"{name}: no row is wrong when the run is repeated: its state depends on more than its steps"
     first = next(at for at, one in enumerate(evidence.wrong()) if one.any())
     head = (
         f"{name}: {wrong} of {rows} rows are wrong in steps 0 to {len(evidence.steps) - 1} of the run, first in {first}"

@@ -12,11 +12,12 @@ from parity.actions import Action
 from parity.compare import Comparison, Judge
 from parity.corpus import Corpus, Mix
 from parity.protocol import Implementation
-from parity.workload import Workload, run
+from parity.workload import Session, Workload, run
 from parity.world import World
 from serving.engine import EngineConfig
 from serving.rng import Rng
 from serving.runner import Policy
+from serving.step import Step
 
 ALL = frozenset({"batch", "window", "slot", "pad"})
 # What a policy's lookbacks must come from, or the run has tested nothing of the kind. In the slot ways a window that
@@ -121,6 +122,21 @@ def execute(
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Comparison:
     """Run one run until `rows` live rows were scheduled, and give what the judge saw."""
+    judge, steps = prepare(one, corpus, implementations, device, size=size, rows=rows, seed=seed)
+    return judge.run(one.name, steps, progress)
+
+
+def prepare(
+    one: Run,
+    corpus: Corpus,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    *,
+    size: Size,
+    rows: int,
+    seed: int,
+) -> tuple[Judge, Iterator[tuple[Session, Step]]]:
+    """Give the judge of a run and its steps, which are the same whenever it is prepared alike."""
     rng = Rng(seed)
     block_size = one.engine.get("block_size", size.mix.block_size)
     mix = replace(size.mix, block_size=block_size, offset=2**31 if one.far else 0)
@@ -154,7 +170,7 @@ def execute(
         strided=one.strided,
         disguise=one.world.alike if one.alike else None,
     )
-    return judge.run(one.name, run(workload, one.world.vocabulary), progress)
+    return judge, run(workload, one.world.vocabulary)
 
 
 def _budgets(rng: Rng, most: int) -> Iterator[int]:

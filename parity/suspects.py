@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -96,7 +98,7 @@ class Evidence:
     def wrong(self, rows: Sequence[np.ndarray] | None = None) -> list[np.ndarray]:
         """Say by step which rows, the port's or others, differ from the expected ones: `[live]` bool."""
         return [
-            (mine != one.rows).reshape(len(mine), -1).any(1)
+            (mine != one.rows).any((1, 2))
             for mine, one in zip(self.got if rows is None else rows, self.steps, strict=True)
         ]
 
@@ -186,22 +188,28 @@ class Suspect:
         return self.explained / max(1, self.explained + self.missed)
 
 
-def suspects(evidence: Evidence) -> list[Suspect]:
+def suspects(evidence: Evidence, *, patience: float = 120.0) -> list[Suspect]:
     """Hash the evidence under every fault of a hash state or a runner; give those that explain a row, best first.
 
     Pairs are tried only where no single fault explains everything, and named only where they explain more than both
     of their parts.
+
+    Args:
+        evidence: with a wrong row.
+        patience: seconds after which nothing more is tried.
     """
+    end = time.monotonic() + patience
     evidence = evidence.narrowed()
     if not evidence.num_wrong:
         return []
-    found = sorted(filter(None, (_judge(evidence, (one,)) for one in _known(evidence))), key=_rank)
+    known = takewhile(lambda fault: time.monotonic() < end, _known(evidence))
+    found = sorted(filter(None, (_judge(evidence, (one,)) for one in known)), key=_rank)
     if found and found[0].score == 1:
         return found
     leaders = found[:_LEADERS]
     tried: set[frozenset[str]] = set()
     for leader in leaders:
-        for other in _known(evidence):
+        for other in takewhile(lambda fault: time.monotonic() < end, _known(evidence)):
             pair = frozenset((leader.faults[0].id, other.id))
             if len(pair) < 2 or pair in tried or other.group == "kernel":
                 continue
@@ -240,8 +248,8 @@ def _judge(evidence: Evidence, faults: tuple[Fault, ...]) -> Suspect | None:
     explained = missed = 0
     together = rows_under(evidence, faults)
     for mine, theirs, bad, one in zip(evidence.got, together, evidence.wrong(), evidence.steps, strict=True):
-        same = (mine == theirs).reshape(len(mine), -1).all(1)
-        spoiled = bad | (theirs != one.rows).reshape(len(mine), -1).any(1)
+        same = (mine == theirs).all((1, 2))
+        spoiled = bad | (theirs != one.rows).any((1, 2))
         explained += int((same & bad).sum())
         missed += int((spoiled & ~same).sum())
         if missed > _PATIENCE and explained * 10 < missed:
