@@ -165,9 +165,9 @@ def test_unigrams_alone_are_refused() -> None:
 def test_ngrams_may_be_longer_than_a_request(max_ngram: int, kind: tuple[Any, Any, Any]) -> None:
     """Every N from 2 to 8 on requests of no to nine tokens, the middle one dead: row by row from the definition."""
     make, integer, boolean = kind
-    odd, pad, heads = [3, 5, 7, 11, 13, 17, 19, 23], 99, 2
-    primes = [[101 + 2 * order, 211 + 2 * order] for order in range(max_ngram - 1)]
-    offsets = [1000 * column for column in range(2 * (max_ngram - 1))]
+    odd, pad, heads = [3, 5, 7, 11, 13, 17, 19, 23], 99, 3
+    primes = [[101 + 2 * order, 211 + 2 * order, 307 + 2 * order] for order in range(max_ngram - 1)]
+    offsets = [1000 * column for column in range(heads * (max_ngram - 1))]
     for size in range(10):
         ids = [(37 * at + 5) % 98 for at in range(size)]
         dead = [at == size // 2 and size > 3 for at in range(size)]
@@ -184,3 +184,15 @@ def test_ngrams_may_be_longer_than_a_request(max_ngram: int, kind: tuple[Any, An
                 for h in range(heads):
                     column = (n - 2) * heads + h
                     assert int(got[p, 0, column]) == mix % primes[n - 2][h] + offsets[column]
+
+
+def test_a_long_request_is_hashed_to_its_end() -> None:
+    """Of 20,000 tokens each row is that of the last N tokens before it hashed by themselves, and torch agrees."""
+    ids = np.arange(20_000) * 7919 % 99_092
+    rows = ngram_hash(ids, np.zeros(len(ids), bool), pad_id=2, **CONSTANTS)
+    tensors = {name: torch.from_numpy(value) for name, value in CONSTANTS.items()}
+    whole = ngram_hash(torch.from_numpy(ids), torch.zeros(len(ids), dtype=torch.bool), pad_id=2, **tensors)
+    assert np.array_equal(rows, whole.numpy())
+    for at in (4095, 8191, 8192, 8193, 16383, 16384, 19_999):
+        few = ngram_hash(ids[at - 3 : at + 1], np.zeros(4, bool), pad_id=2, **CONSTANTS)
+        assert np.array_equal(rows[at], few[3])
