@@ -191,7 +191,7 @@ def test_expected_failures_fail_and_an_unexpected_pass_fails_the_run(judged) -> 
     """Strict in both directions, and the header says on what the port was judged."""
     right, wrong, _ = MISTAKES["window turned round"]
     port = FORTY.read_text(encoding="utf-8").replace(right, wrong) + '\n__version__ = "0.7"\n'
-    status, text = judged(port, LIST, "-k", "chunks or compression", "--seed", "4")
+    status, text = judged(port, LIST, "-k", "chunks or compression", "--seed", "4", "--profile", "mutation")
     assert status == 1
     assert "1 failed" in text
     assert "1 xfailed" in text
