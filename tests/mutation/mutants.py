@@ -42,7 +42,7 @@ class Mutant:
 
 
 def mutants(file: str, source: str) -> Iterator[Mutant]:
-    """Yield every mutant that cosmic-ray makes of a file, but for those that change no more than annotations."""
+    """Yield every mutant that cosmic-ray makes of a file, but for those that change no more than `meaning_of` leaves out."""
     from cosmic_ray.mutating import mutate_code  # of the optional group `mutation`
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -64,12 +64,14 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
 
 
 def meaning_of(source: str) -> str:
-    """Dump the syntax of a file without its annotations, which nothing of this project evaluates."""
+    """Dump the syntax of a file without annotations, which nothing here evaluates, and without what caches results."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         for name in ("annotation", "returns"):
             if getattr(node, name, None) is not None:
                 setattr(node, name, ast.Constant(None))
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = [one for one in node.decorator_list if not ast.unparse(one).startswith("lru_cache")]
     return ast.dump(tree)
 
 

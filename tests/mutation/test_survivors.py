@@ -86,7 +86,9 @@ def test_a_mutant_is_known_by_its_place_and_its_line(old: str, new: str, place: 
 
 
 def test_only_what_can_make_a_difference_is_tried() -> None:
-    """Annotations are evaluated by nobody here; everything else counts."""
+    """Annotations are evaluated by nobody here, and a cache changes the speed; everything else counts."""
+    cached = "@lru_cache(maxsize=4)\ndef f(): return 1\n"
+    assert meaning_of(cached) == meaning_of(cached.replace("4", "5")) != meaning_of(cached.replace("1", "2"))
     assert meaning_of(SOURCE) == meaning_of(SOURCE.replace("int | None", "int & None"))
     assert meaning_of(SOURCE) != meaning_of(SOURCE.replace("a + 1", "a - 1"))
     assert meaning_of(SOURCE) != meaning_of(SOURCE.replace("= 2", "= 3"))
