@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import traceback
@@ -176,6 +177,7 @@ def in_child(call: Callable[[], Any]) -> tuple[int, Any]:
     if child == 0:
         try:
             os.close(source)
+            faulthandler.disable()  # how it dies is told by the parent
             try:
                 answer = (True, call())
             except BaseException:

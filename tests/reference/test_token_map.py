@@ -1,7 +1,6 @@
 """Laws of the token map. Cases and the plain definition stand here for both sides; tests/optimized runs them again."""
 
 import dataclasses
-import re
 import socket
 import sys
 import unicodedata
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
 
+from parity.plain_map import bytes_of_letters, plain_key, plain_map
 from reference import token_map as module
 from reference.config import EngramConfig
 from reference.token_map import (
@@ -83,37 +83,6 @@ def tokenizer_of(tokens: list[str], decoder: Any = None, size: int | None = None
     return Wrapped(backend, len(tokens) if size is None else size)
 
 
-WHITE_SPACE = {*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000}
-
-
-def plain_key(text: str, raw: str) -> str:
-    """Say in plain Python what a token's key is."""
-    if "\ufffd" in text:
-        return raw
-    letters = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    letters = "".join(c.lower() for c in letters if not unicodedata.category(c).startswith("M"))
-    letters = re.sub("[ \t\r\n]+", " ", letters)
-    if letters == " ":
-        return letters
-    while letters and ord(letters[0]) in WHITE_SPACE:
-        letters = letters[1:]
-    while letters and ord(letters[-1]) in WHITE_SPACE:
-        letters = letters[:-1]
-    return letters.replace("\ue000", " ") or text
-
-
-def plain_map(texts: list[str], raws: list[str]) -> list[int]:
-    """Number the keys by first appearance, by looking each up in the list of those before."""
-    keys: list[str] = []
-    numbers = []
-    for text, raw in zip(texts, raws, strict=True):
-        key = plain_key(text, raw)
-        if key not in keys:
-            keys.append(key)
-        numbers.append(keys.index(key))
-    return numbers
-
-
 def is_old(code: int) -> bool:
     """Tell whether Unicode 3.2 assigns a character: those are the same in every table that we may meet."""
     return unicodedata.ucd_3_2_0.category(chr(code)) not in ("Cn", "Cs", "Co")
@@ -136,13 +105,6 @@ def byte_level_bpe(vocab_size: int) -> Tokenizer:
     )
     backend.train_from_iterator(CORPUS, trainer)
     return backend
-
-
-def bytes_of_letters() -> dict[str, int]:
-    """Give the byte behind each letter of a byte-level vocabulary: visible Latin-1 is itself, the rest past 255."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def plain_byte_level_map(backend: Tokenizer) -> list[int]:
