@@ -1,11 +1,9 @@
 """Laws of the oracle in plain integers: what others published, by a way that shares nothing with the reference."""
 
 import ast
-import json
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import sympy
@@ -17,8 +15,8 @@ from parity.oracle import IntegerOracle, odd_numbers, prime_table
 from reference.config import EngramConfig
 from serving.engine import Engine, EngineConfig
 from serving.runner import Policy
+from tests.published import PUBLISHED
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published.json").read_text(encoding="utf-8"))
 FLASH = EngramConfig.deepseek_v41_flash()
 
 

@@ -1,9 +1,6 @@
 """Laws of the multipliers: the published values, odd, bounded, a layer's own."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -12,8 +9,8 @@ from hypothesis import strategies as st
 from parity.oracle import odd_numbers
 from reference.config import EngramConfig
 from reference.multipliers import hash_multipliers
+from tests.published import PUBLISHED
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published.json").read_text(encoding="utf-8"))
 FLASH = EngramConfig.deepseek_v41_flash()
 configs = st.builds(
     lambda layers, compressed: replace(

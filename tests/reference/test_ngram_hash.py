@@ -1,7 +1,5 @@
 """Laws of the hash: the published rows, the toy by hand, and the oracle in unbounded integers."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,8 @@ from reference.config import EngramConfig
 from reference.multipliers import hash_multipliers
 from reference.ngram_hash import ngram_hash
 from reference.prime_layout import PrimeLayout
+from tests.published import PUBLISHED
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published.json").read_text(encoding="utf-8"))
 FLASH = EngramConfig.deepseek_v41_flash()
 LAYOUT = PrimeLayout(FLASH)
 CONSTANTS = {"multipliers": hash_multipliers(FLASH), "primes": LAYOUT.primes, "offsets": LAYOUT.offsets}

@@ -1,9 +1,6 @@
 """Laws of the bucket layout: the published primes, and for any shape the ones that the definition hands out."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +11,7 @@ from hypothesis import strategies as st
 from parity.oracle import prime_table
 from reference.config import EngramConfig
 from reference.prime_layout import PrimeLayout, bucket_primes
-
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "published.json").read_text(encoding="utf-8"))
+from tests.published import PUBLISHED
 
 
 def layout_of(layers: int, max_ngram: int, heads: int, start: int) -> PrimeLayout:
