@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Neither OpenMP nor BLAS threads help tensors this small.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: parity test faults bench mutation lint setup clean
+.PHONY: parity test faults fixtures bench mutation lint setup clean
 parity: setup
 	$(BIN)/python -m parity $(ARGS)
 
@@ -14,6 +14,10 @@ test: setup
 
 faults: setup
 	$(BIN)/python -m parity faults $(ARGS)
+
+# `make fixtures ARGS=regenerate` computes the golden fixtures.
+fixtures: setup
+	$(BIN)/python -m fixtures $(or $(ARGS),check)
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
