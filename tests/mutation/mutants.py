@@ -42,7 +42,7 @@ class Mutant:
 
 
 def mutants(file: str, source: str) -> Iterator[Mutant]:
-    """Yield every mutant that cosmic-ray makes of a file, but for those that change no more than `meaning_of` leaves out."""
+    """Yield every mutant that cosmic-ray makes of a file and that `meaning_of` tells from the original."""
     from cosmic_ray.mutating import mutate_code  # of the optional group `mutation`
     from cosmic_ray.plugins import get_operator, operator_names
 

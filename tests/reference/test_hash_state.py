@@ -466,3 +466,12 @@ class TestReference(StepLaws):
             rows = state.forward(**raw.tensors(self.device, dtypes))
             assert rows[: raw.starts[-1]].tolist() == plain.rows(raw)
         assert case.slots is None or state.cache.tolist() == plain.slots
+
+
+def test_options_of_the_state_are_named(worlds: dict[str, World]) -> None:
+    """`True, 4` would not say what is true and of what there are four; config and map may be named too."""
+    toy = worlds["toy"]
+    with pytest.raises(TypeError, match="positional argument"):
+        HashState(toy.config, toy.token_map, True, 4, "cpu")  # type: ignore[misc]
+    named = {"config": toy.config, "token_map": toy.token_map, "slot_cache": True, "block_size": 4, "device": "cpu"}
+    assert HashState(**named).block_size == 4
