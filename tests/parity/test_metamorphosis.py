@@ -265,11 +265,13 @@ def test_a_wrong_state_stays_wrong(fault: str, law: str) -> None:
     assert is_red(METAMORPHOSES[law](original, Rng(4)), TOY, wrong)
 
 
-def lonely(first: int = 40, policy: Policy = Policy.SLOTS_ONLY, words: int = 8) -> Trace:
+def lonely(
+    first: int = 40, policy: Policy = Policy.SLOTS_ONLY, words: int = 8, size: int = 4, blocks: int = 8
+) -> Trace:
     """One request in one chunk that nobody stands beside, decoded without padding."""
     stream = np.arange(first, first + 12)
     prompt = Prompt(stream, np.zeros(12, np.bool_), np.arange(200, 200 + words))
-    engine = EngineConfig(policy, block_size=4, num_blocks=8, token_budget=64, max_requests=1, lookback=2)
+    engine = EngineConfig(policy, block_size=size, num_blocks=blocks, token_budget=64, max_requests=1, lookback=2)
     return record("lonely", TOY, run(Workload(engine, (prompt,)), TOY.vocabulary))
 
 
@@ -299,7 +301,7 @@ TOLD = Policy.KNOWN_IDS
         (lonely(policy=TOLD), "H15", lambda trace, _: company(trace, lonely(100, TOLD))),
         (lonely(), "H19", lambda trace, _: company(trace, lonely(100))),
         (company(lonely(), lonely(100)), "by row", reorder),
-        (lonely(words=3), "H21", place),
+        (lonely(words=3, size=64, blocks=1), "H21", place),
         (lonely(), "H30", pad),
         (lonely(policy=TOLD), "by row", shift),
     ],
@@ -308,10 +310,10 @@ TOLD = Policy.KNOWN_IDS
 def test_a_metamorphosis_shows_what_the_run_hides(
     original: Trace, wrong: str, change: Callable[[Trace, Rng], Trace]
 ) -> None:
-    """A mistake that the trace alone does not reach is reached once the trace is changed."""
+    """A mistake that the trace alone does not reach is reached by a change of it; a drawn one may be none by chance."""
     implementation = BY_ROW if wrong == "by row" else CATALOGUE[wrong].implementation
     assert not is_red(original, TOY, implementation)
-    assert is_red(change(original, Rng(1)), TOY, implementation)
+    assert any(is_red(change(original, Rng(seed)), TOY, implementation) for seed in range(1, 5))
 
 
 def test_what_cannot_be_changed_is_refused() -> None:
