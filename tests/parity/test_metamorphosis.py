@@ -198,6 +198,25 @@ def test_the_metamorphoses_do_what_they_say() -> None:
     assert len(rows_by_owner(shift(original, Rng(1)))) > len(rows_by_owner(original))
 
 
+@pytest.mark.parametrize("name", ["lagging", "slots only"])
+def test_each_bound_cache_is_placed_anew(name: str) -> None:
+    """As long as a cache is bound each block has one number of its own; another cache has other numbers."""
+    original = recorded(name)
+    numbers: dict[tuple[int, int], dict[int, int]] = {}
+    for one, other in zip(original.steps, place(original, Rng(1)).steps, strict=True):
+        assert other.blocks >= one.blocks
+        assert one.step.block_table is not None
+        assert other.step.block_table is not None
+        found = numbers.setdefault((one.engine, one.step.binding), {})
+        for old, new in zip(
+            one.step.block_table.ravel().tolist(), other.step.block_table.ravel().tolist(), strict=True
+        ):
+            assert found.setdefault(old, new) == new < other.blocks
+    assert all(len({*found.values()}) == len(found) for found in numbers.values())
+    first, second = numbers[0, 0], numbers[0, 1]
+    assert any(second[block] != first[block] for block in first.keys() & second.keys())
+
+
 def forgetting(trace: Trace, original: Trace, names: tuple[str, ...]) -> Trace:
     """The trace with some tensors as they were before it was changed."""
     steps = [
