@@ -62,10 +62,11 @@ from reference.hash_state import HashState as Right
 
 
 class HashState(Right):
-    def forward(self, **step):
-        slots = step["slot_mapping"]
-        step["slot_mapping"] = slots.where(slots % self.block_size != self.block_size - 1, -1)
-        return super().forward(**step)
+    def forward(self, input_ids, positions, query_start_loc, dead_mask, lookback_token_ids, lookback_dead_mask,
+                slot_mapping, block_table):
+        slots = slot_mapping.where(slot_mapping % self.block_size != self.block_size - 1, -1)
+        return super().forward(input_ids, positions, query_start_loc, dead_mask, lookback_token_ids, lookback_dead_mask,
+                               slots, block_table)
 '''
 
 
