@@ -21,7 +21,7 @@ from parity.choice import PARTS, choose, parse_parts
 from parity.compare import Comparison, Judge
 from parity.corpus import Corpus, encoder, read_texts
 from parity.device import choose_device
-from parity.diagnose import describe, diagnose
+from parity.diagnose import describe, diagnose, diagnose_gate, diagnose_lookup
 from parity.expected import ExpectedFailures, outcomes, read_expected_failures, without_expected
 from parity.finding import Finding
 from parity.gate import judge_gate
@@ -35,6 +35,8 @@ from parity.world import World, flash, toy
 from reference.config import EngramConfig
 from reference.token_map import load_tokenizer, token_map_for
 from serving.step import Step
+
+_VALUES = {"lookup": ("embedding.lookup", diagnose_lookup), "gate": ("gate.engram_gate", diagnose_gate)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,17 +101,22 @@ def main(arguments: list[str] | None = None) -> int:
 
     verdict = print_report(console, results, findings)
     verdict = Verdict(without_expected(verdict.reasons, expected, outcomes(results, findings)))
-    diagnosed: set[str] = set()
+    diagnosed: set[tuple[str, str]] = set()
     for number, (one, result) in enumerate(results):
         for name, mismatch in result.first.items():
             say(describe(mismatch, one.world, _repro(options, "hash")))
-            if name not in diagnosed:
+            if (name, "hash") not in diagnosed:
                 again = partial(prepare, one, corpus, chosen["hash"], device, seed=1000 * options.seed + number)
                 say(_diagnosis(name, again, size, -(-rows // len(runs))))
-                diagnosed.add(name)
+                diagnosed.add((name, "hash"))
     for finding in findings:
-        for explained in finding.first.values():
+        for name, explained in finding.first.items():
             say(f"{explained}\n  REPRO: {_repro(options, finding.what)}")
+            if finding.what in _VALUES and (name, finding.what) not in diagnosed:
+                path, name_mistake = _VALUES[finding.what]
+                port = next(one for one in chosen[finding.what] if one.name == name)
+                say(f"{name}: {name_mistake(port.require(path), device)}")
+                diagnosed.add((name, finding.what))
     for line in [*skipped, *(f"NOT CLEAN  {reason}" for reason in verdict.reasons)]:
         say(line)
     say(summary(world, results, findings, len(skipped), seconds, verdict))

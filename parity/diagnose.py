@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,7 +132,7 @@ def diagnose_values(
         arguments: of the call, by name; tensors on any device.
         got: [T, ..] what the port gave.
         expected: of the same shape; what it should have given.
-        close: whether rows agree that differ by a few units of bfloat16; else every bit counts.
+        close: whether rows agree that differ by a few units of their dtype; else every bit counts.
     """
     from parity.faults import CATALOGUE
 
@@ -163,12 +163,62 @@ def diagnose_values(
     )
 
 
+def diagnose_lookup(lookup: Callable[..., torch.Tensor], device: torch.device) -> str:
+    """Ask a port's lookup for rows of a small table, of every kind of code and scale, and name its mistake."""
+    from reference import embedding
+
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (400, 64), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 256, (400, 2), generator=generator, dtype=torch.uint8)
+    ids = torch.randint(-3, 403, (48, 5), generator=generator, dtype=torch.int32)
+    case: dict[str, Any] = {"weight": codes.view(torch.float8_e4m3fn), "scales": scales, "ids": ids}
+    return _diagnose_call("embedding.lookup", lookup, case, embedding.lookup(**case), device, close=False)
+
+
+def diagnose_gate(gate: Callable[..., torch.Tensor], device: torch.device) -> str:
+    """Ask a port's gate for a small step, some of it shut with infinities behind, and name what is wrong with it."""
+    from reference.gate import engram_gate
+
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(24, 5 * 96, generator=generator)
+    mask = torch.arange(24) % 4 > 0
+    kv[~mask] = float("inf")
+    weights = 1 + torch.randn(2, 4, 96, generator=generator).bfloat16()
+    hidden = torch.randn(26, 4, 96, generator=generator)  # two rows of padding
+    hidden[3, 1] = 0  # a dot of zero
+    case: dict[str, Any] = {"hidden": hidden, "kv": kv, "q_weight": weights[0], "k_weight": weights[1]}
+    case |= {"token_mask": mask, "eps": 0.1}
+    return _diagnose_call("gate.engram_gate", gate, case, engram_gate(**case), device, close=True)
+
+
+def _diagnose_call(
+    path: str,
+    port: Callable[..., torch.Tensor],
+    case: dict[str, Any],
+    expected: torch.Tensor,
+    device: torch.device,
+    *,
+    close: bool,
+) -> str:
+    there = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in case.items()}
+    try:
+        got = port(**there)
+        said = diagnose_values(path, case, got, expected, close=close)
+    except Exception as error:
+        return f"on a small case: raised {type(error).__name__}: {error}"
+    if said == "no row is wrong":
+        return "on a small case no row is wrong: size, strides or the kind of call matter (32-bit offsets, say)"
+    return f"on a small case: {said}"
+
+
 def _equal_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return ((left == right) & (left.signbit() == right.signbit()) | (left.isnan() & right.isnan())).flatten(1).all(1)
 
 
 def _close_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.isclose(left.float(), right.float(), rtol=2.0**-7, atol=2.0**-9, equal_nan=True).flatten(1).all(1)
+    narrow = left.dtype != torch.float32
+    rtol, atol = (2.0**-7, 2.0**-9) if narrow else (1e-5, 1e-6)  # the arithmetic is float32's, the rounding the dtype's
+    return torch.isclose(left.float(), right.float(), rtol=rtol, atol=atol, equal_nan=True).flatten(1).all(1)
 
 
 def describe(mismatch: Mismatch, world: World, repro: str) -> str:
@@ -219,8 +269,9 @@ def _lookbacks(mismatch: Mismatch, world: World) -> Iterator[str]:
 def _slot(mismatch: Mismatch, row: int, position: int) -> str:
     if mismatch.step.block_table is None:
         return "nowhere (the runner does not know it)"
-    # Pieces stand in batch order and empty requests only at the end, so the piece's place is its table row.
-    block = int(mismatch.step.block_table[row, position // mismatch.block_size])
+    table_row = int(mismatch.step.query_start_loc.diff().nonzero()[row])  # empty requests have no piece
+    position += mismatch.piece.offset
+    block = int(mismatch.step.block_table[table_row, position // mismatch.block_size])
     return f"slot {block * mismatch.block_size + position % mismatch.block_size} (block {block})"
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parity.actions import Action
 from parity.compare import Judge
-from parity.diagnose import diagnose, diagnose_values, explain
+from parity.diagnose import diagnose, diagnose_gate, diagnose_lookup, diagnose_values, explain
 from parity.faults import CATALOGUE, RUNNER, STATE, Fault
 from parity.faults.gate import plain_gate
 from parity.faults.model import Model
@@ -24,6 +24,7 @@ from serving.policy import Policy
 from serving.rng import Rng
 
 CPU = torch.device("cpu")
+SMALL_CASES = {"embedding.lookup": diagnose_lookup, "gate.engram_gate": diagnose_gate}
 ACTIONS = (Action.NOTHING, Action.SPLIT, Action.REORDER, Action.RELOAD, Action.ABORT, Action.NOTHING, Action.SLEEP)
 WAYS = ((1, Policy.SLOTS_ONLY), (2, Policy.LAGGING), (3, Policy.STATELESS), (4, Policy.PROMPT_ONLY))
 # H27 and H28 change no row of a run whose windows are sound; two kernels give the rows of their namesakes.
@@ -168,3 +169,20 @@ def test_wrong_values_are_diagnosed_too() -> None:
     case = {"hidden": stream, "kv": keys, "q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6}
     got, want = CATALOGUE["G9"].make(**case), plain_gate(**case)
     assert "[G9]" in diagnose_values("gate.engram_gate", case, got, want, close=True).splitlines()[0]
+
+
+# T5 and T6 need a table past 2^31, G6 a mask that is to be refused.
+VALUES = [one.id for one in CATALOGUE.values() if one.offers in SMALL_CASES and one.id not in ("T5", "T6", "G6")]
+
+
+@pytest.mark.parametrize("number", VALUES)
+def test_a_mistake_in_values_is_named_on_a_small_case(number: str) -> None:
+    """A port with a known mistake in its lookup or gate is asked for a small case, which names it among three."""
+    fault = CATALOGUE[number]
+    said = SMALL_CASES[fault.offers](fault.make, CPU)
+    assert f"[{number}" in said
+    assert "raised ValueError: no" in SMALL_CASES[fault.offers](_refuse, CPU)
+
+
+def _refuse(**_: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no")
