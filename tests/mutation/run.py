@@ -24,7 +24,7 @@ from tests.mutation.mutants import TARGETS, Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 SURVIVORS = Path(__file__).with_name("survivors.json")
-ROOMS = ("reference", "optimized", "serving", "parity", "tests")
+ROOMS = ("reference", "optimized", "serving", "parity", "fixtures", "tests")
 FIELDS = ("file", "in", "line", "becomes")
 _KILLED, _SURVIVED, _STOPPED = "killed", "survived", "stopped"
 
@@ -49,8 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _judge(pool: ProcessPoolExecutor, file: str, limit: int, known: set[tuple[str, ...]]) -> bool:
     source, started = (ROOT / file).read_text(encoding="utf-8"), time.monotonic()
-    if pool.submit(_try, Mutant(file, "", "", "", source), limit).result() != _SURVIVED:
-        sys.exit(f"{file}: its tests fail without a mutant: {' '.join(TARGETS[file])}")
+    _control(pool, file, source, limit)
     tried = list(mutants(file, source))
     outcomes, survivors = Counter[str](), set()
     for mutant, outcome in zip(tried, pool.map(_try, tried, [limit] * len(tried)), strict=True):
@@ -59,12 +58,18 @@ def _judge(pool: ProcessPoolExecutor, file: str, limit: int, known: set[tuple[st
             survivors.add(mutant.key)
             if mutant.key not in known:
                 _say("SURVIVES", mutant.key)
+    _control(pool, file, source, limit)  # again: what broke meanwhile would look like mutants that are caught
     stale = {key for key in known - survivors if key[0] == file}
     for key in sorted(stale):
         _say("STALE in survivors.json, it is killed now", key)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     print(f"{file}: {len(tried)} mutants, {counts}; {time.monotonic() - started:.0f} s", flush=True)
     return not stale and survivors <= known
+
+
+def _control(pool: ProcessPoolExecutor, file: str, source: str, limit: int) -> None:
+    if pool.submit(_try, Mutant(file, "", "", "", source), limit).result() != _SURVIVED:
+        sys.exit(f"{file}: its tests fail without a mutant: {' '.join(TARGETS[file])}")
 
 
 def _say(title: str, key: tuple[str, ...]) -> None:
@@ -85,10 +90,7 @@ def _preload() -> None:
 def _enter(room: str) -> None:
     """Give a worker its own copy of the tree, and no way to the original."""
     copy = Path(tempfile.mkdtemp(dir=room))
-    for name in ROOMS:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy)
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True)
     os.chdir(copy)
     sys.path[:] = [str(copy), *(entry for entry in sys.path if entry and Path(entry).resolve() != ROOT)]
     sys.dont_write_bytecode = True  # a mutant may have the size and the second of the one before
