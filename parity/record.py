@@ -14,13 +14,12 @@ import torch
 from parity.compare import Judge
 from parity.corpus import Corpus, encoder, read_texts
 from parity.player import constants
-from parity.runs import SMALL, Run, all_runs
+from parity.runs import SMALL, Run, all_runs, workload_of
 from parity.truth import Truth
-from parity.workload import Session, Workload, run
+from parity.workload import Session, run
 from parity.world import World, flash
 from reference.token_map import EMBEDDED_SHA256, token_map_digest
 from serving.config import EngineConfig
-from serving.rng import Rng
 from serving.step import Step
 from serving.trace import Trace, TracedStep, write_trace
 
@@ -99,29 +98,7 @@ def record(name: str, world: World, steps: Iterator[tuple[Session, Step]], disgu
 
 def record_run(one: Run, corpus: Corpus, *, rows: int, seed: int) -> Trace:
     """Record one run of the main job at its small size, until `rows` live rows were scheduled."""
-    rng, size = Rng(seed), SMALL
-    block_size = one.engine.get("block_size", size.mix.block_size)
-    mix = dataclasses.replace(size.mix, block_size=block_size, offset=2**31 if one.far else 0)
-    fields: dict[str, Any] = {
-        "policy": one.policy,
-        "block_size": block_size,
-        "num_blocks": max(size.num_blocks * size.mix.block_size // block_size, 4 * size.max_requests),
-        "token_budget": size.token_budget,
-        "max_requests": size.max_requests,
-        "lookback": one.world.config.lookback,
-        "num_drafts": 3,
-        "pad_tokens": size.pad_tokens,
-        "pad_requests": size.pad_requests,
-        "ids_dtype": one.ids_dtype,
-        "max_model_length": mix.longest + mix.answer[1] // 2,
-        "seed": seed,
-    }
-    most = size.token_budget
-    budgets = [1 + rng.below(rng.pick((8, most))) if rng.chance(1, 4) else most for _ in range(61)]
-    accepts = [rng.below(4) for _ in range(61)]
-    actions = [rng.pick(one.actions) for _ in range(97)] if one.actions else []
-    engine = EngineConfig(**{**fields, **one.engine})
-    workload = Workload(engine, corpus.prompts(rng, mix), budgets, accepts, rows, actions)
+    workload = workload_of(one, corpus, size=SMALL, rows=rows, seed=seed)
     return record(one.name, one.world, run(workload, one.world.vocabulary), one.world.alike if one.alike else None)
 
 

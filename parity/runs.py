@@ -137,6 +137,20 @@ def prepare(
     seed: int,
 ) -> tuple[Judge, Iterator[tuple[Session, Step]]]:
     """Give the judge of a run and its steps, which are the same whenever it is prepared alike."""
+    workload = workload_of(one, corpus, size=size, rows=rows, seed=seed)
+    judge = Judge(
+        one.world,
+        implementations,
+        device,
+        seed=seed,
+        strided=one.strided,
+        disguise=one.world.alike if one.alike else None,
+    )
+    return judge, run(workload, one.world.vocabulary)
+
+
+def workload_of(one: Run, corpus: Corpus, *, size: Size, rows: int, seed: int) -> Workload:
+    """Draw what the engine of a run is given to do, until `rows` live rows were scheduled."""
     rng = Rng(seed)
     block_size = one.engine.get("block_size", size.mix.block_size)
     mix = replace(size.mix, block_size=block_size, offset=2**31 if one.far else 0)
@@ -161,16 +175,7 @@ def prepare(
     budgets = tuple(_budgets(rng, size.token_budget))
     accepts = tuple(rng.below(4) for _ in range(61))
     actions = tuple(rng.pick(one.actions) for _ in range(97)) if one.actions else ()
-    workload = Workload(engine, corpus.prompts(rng, mix), budgets, accepts, rows, actions)
-    judge = Judge(
-        one.world,
-        implementations,
-        device,
-        seed=seed,
-        strided=one.strided,
-        disguise=one.world.alike if one.alike else None,
-    )
-    return judge, run(workload, one.world.vocabulary)
+    return Workload(engine, corpus.prompts(rng, mix), budgets, accepts, rows, actions)
 
 
 def _budgets(rng: Rng, most: int) -> Iterator[int]:

@@ -52,7 +52,7 @@ DIGESTS = {
     "slots only": "8d2b3f4e3636ad2c",
     "another pad": "b068645c3cfa12ea",
     "tokens alike": "fa7d545c82cd1837",
-    "one-token blocks": "c24abc039c691826",
+    "one-token blocks": "2199789c7d242015",
     "large blocks": "9be09ed28ab3d077",
     "flash": "4ae407bc0b6bada8",
 }
